@@ -1,0 +1,70 @@
+"""OnPTQ: on-policy post-training quantization for multimodal LLMs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onptq.cycle.branch import branch
+    from onptq.cycle.calibrate import calibrate
+    from onptq.cycle.compare import compare
+    from onptq.cycle.follow import follow
+    from onptq.cycle.risk import score, select
+    from onptq.data.manifest import load_manifest
+    from onptq.errors import OnPTQError
+    from onptq.job import quantize
+    from onptq.models.loading import load_policy
+    from onptq.recipe import Recipe
+    from onptq.schemes import Scheme
+
+    __version__: str
+
+__all__ = [
+    "OnPTQError",
+    "Recipe",
+    "Scheme",
+    "__version__",
+    "branch",
+    "calibrate",
+    "compare",
+    "follow",
+    "load_manifest",
+    "load_policy",
+    "quantize",
+    "score",
+    "select",
+]
+
+# Imported when first asked for: torch and transformers take seconds, `onptq --help` must not.
+_HOMES = {
+    "OnPTQError": "onptq.errors",
+    "Recipe": "onptq.recipe",
+    "Scheme": "onptq.schemes",
+    "branch": "onptq.cycle.branch",
+    "calibrate": "onptq.cycle.calibrate",
+    "compare": "onptq.cycle.compare",
+    "follow": "onptq.cycle.follow",
+    "load_manifest": "onptq.data.manifest",
+    "load_policy": "onptq.models.loading",
+    "quantize": "onptq.job",
+    "score": "onptq.cycle.risk",
+    "select": "onptq.cycle.risk",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("onptq")
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'onptq' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

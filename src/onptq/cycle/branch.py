@@ -1,0 +1,163 @@
+"""Branch: force the two competing tokens, let Q go on for a few tokens, let D say how far apart the futures are (Eq. 8).
+
+All branches of a trajectory hang on its cached prefix as a tree: branch tokens see the prompt, the response tokens before their
+state, and their own branch. Nothing is prefilled again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onptq.bank import States, Trajectory
+from onptq.cycle.compare import padded_responses, state_rows
+from onptq.cycle.divergence import DIVERGENCES
+from onptq.cycle.prefixes import Prefix, Prefixes
+from onptq.models.decoder import Tokens, TreeCache
+from onptq.models.encoding import PromptBatch
+from onptq.policy import Policy
+
+TREE_TOKENS = 16384  # branch tokens that are alive at a time, over the whole batch
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The forks of a batch of trajectories. Each row holds its R branches first, then its C branches, N in all."""
+
+    forced: Tensor  # [B, N] the forced tokens
+    state: Tensor  # [B, N] t of the branch's state, 1-based
+    real: Tensor  # [B, N] False where a row has fewer forks than the widest
+
+    @classmethod
+    def of(cls, batch: PromptBatch, states: States, rows: Sequence[np.ndarray]) -> Forest:
+        """`rows[b]`: the states of prompt b that fork here."""
+        device, width = batch.embeds.device, max(len(row) for row in rows)
+        forced = torch.zeros(len(rows), 2, width, dtype=torch.long)
+        state = torch.ones(len(rows), 2, width, dtype=torch.long)
+        real = torch.zeros(len(rows), 2, width, dtype=torch.bool)
+        for index, row in enumerate(rows):
+            count = len(row)
+            forced[index, 0, :count] = torch.from_numpy(states.reference[row])
+            forced[index, 1, :count] = torch.from_numpy(states.competitor[row])
+            state[index, :, :count] = torch.from_numpy(states.t[row])
+            real[index, :, :count] = True
+        return cls(*(tensor.flatten(1).to(device) for tensor in (forced, state, real)))
+
+    @property
+    def branches(self) -> int:
+        return self.forced.shape[1]
+
+    def positions(self, batch: PromptBatch, depth: int) -> Tensor:
+        """Positions of the branch tokens at depths 0..depth-1, depth-major, [A, B, depth * N]: b_0 takes y_t's place."""
+        place = batch.next_position[:, None] + self.state - 1
+        levels = place[:, None] + torch.arange(depth, device=place.device)[:, None]
+        return levels.flatten(1).expand(batch.positions.shape[0], -1, -1)
+
+    def mask(self, batch: PromptBatch, response: int, start: int, stop: int) -> Tensor:
+        """Branch tokens at depths start..stop-1 see the prompt, `response` cached tokens up to y_{t-1}, and their own branch."""
+        device, branches = self.state.device, self.branches
+        before = torch.arange(1, response + 1, device=device) < self.state[..., None]  # [B, N, response]
+        prompt = batch.real[:, None].expand(-1, branches, -1)
+        prefix = torch.cat((prompt, before), dim=-1).repeat(1, stop - start, 1)
+        query = torch.arange(start * branches, stop * branches, device=device)[:, None]
+        key = torch.arange(stop * branches, device=device)
+        own = (query % branches == key % branches) & (key <= query)
+        return torch.cat((prefix, own.expand(len(prefix), -1, -1)), dim=-1)[:, None]
+
+
+@torch.no_grad()
+def branch(
+    prefixes: Prefixes,
+    trajectories: Sequence[Trajectory],
+    states: States,
+    *,
+    horizon: int = 4,
+    divergence: str = "js",
+    eos_as_max: bool = False,
+    advance: Callable[[int], None] = lambda candidates: None,
+) -> States:
+    """A_t and H_t of every candidate; the other columns are passed on."""
+    by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
+    consequence, valid = states.consequence.copy(), states.horizon.copy()
+    for index, batch in enumerate(prefixes.batches):
+        forests = _plant(batch, states, horizon)
+        if not forests:
+            continue
+        response = padded_responses(batch, by_prompt)
+        quant, dense = (prefixes.at_response(index, side, response) for side in ("Q", "D"))
+        for rows in forests:
+            forest = Forest.of(batch, states, rows)
+            tokens = grow(prefixes.policy, batch, quant, forest, horizon)
+            found, reach = separation(prefixes.policy, batch, dense, forest, tokens, divergence)
+            if eos_as_max:
+                found = torch.where(reach == 0, math.log(2), found)
+            for row, chosen in enumerate(rows):
+                consequence[chosen] = found[row, : len(chosen)].cpu().numpy()
+                valid[chosen] = reach[row, : len(chosen)].cpu().numpy()
+            advance(sum(len(chosen) for chosen in rows))
+    return states.with_columns(consequence=consequence, horizon=valid)
+
+
+def grow(policy: Policy, batch: PromptBatch, prefix: Prefix, forest: Forest, horizon: int) -> Tensor:
+    """Q's greedy continuations: the forced token and horizon - 1 more, [B, horizon, N]."""
+    cache, cached = TreeCache(prefix.cache), prefix.cache.length - batch.width
+    positions = forest.positions(batch, horizon)
+    levels = [forest.forced]
+    with policy.speaking("Q"):
+        for depth in range(horizon - 1):
+            here = slice(depth * forest.branches, (depth + 1) * forest.branches)
+            step = Tokens(policy.embed(levels[-1]), positions[..., here], forest.mask(batch, cached, depth, depth + 1))
+            levels.append(_greedy(policy, policy.run(step, cache)))
+    return torch.stack(levels, dim=1)
+
+
+def separation(
+    policy: Policy, batch: PromptBatch, prefix: Prefix, forest: Forest, tokens: Tensor, divergence: str
+) -> tuple[Tensor, Tensor]:
+    """D reads all branch tokens in one forward. A_t over the common valid horizon H_t, both [B, N / 2]."""
+    horizon, cached = tokens.shape[1], prefix.cache.length - batch.width
+    reach = common_horizon(tokens, policy.eos)
+    step = Tokens(
+        policy.embed(tokens.flatten(1)), forest.positions(batch, horizon), forest.mask(batch, cached, 0, horizon)
+    )
+    with policy.speaking("D"):
+        hidden = policy.run(step, TreeCache(prefix.cache)).unflatten(1, (horizon, 2, -1))  # [B, H, 2, N/2, d]
+    counted = torch.arange(horizon, device=reach.device)[:, None] < reach[:, None]  # [B, H, N/2]
+    counted &= forest.real.unflatten(1, (2, -1))[:, :1]
+    reference, competitor = hidden[:, :, 0][counted], hidden[:, :, 1][counted]
+    rows = state_rows(policy.vocabulary)
+    each = torch.zeros(counted.shape, device=hidden.device)
+    each[counted] = torch.cat(
+        [
+            DIVERGENCES[divergence](
+                policy.logits(reference[start : start + rows]), policy.logits(competitor[start : start + rows])
+            )
+            for start in range(0, max(1, len(reference)), rows)
+        ]
+    )
+    return each.sum(1) / reach.clamp(min=1), reach
+
+
+def common_horizon(tokens: Tensor, eos: frozenset[int]) -> Tensor:
+    """H_t: s_{t+h} exists iff neither branch ended before it, the forced token included. [B, H, N] to [B, N / 2]."""
+    ended = torch.isin(tokens, torch.tensor(sorted(eos), device=tokens.device, dtype=tokens.dtype))
+    alive: Tensor = (ended.cumsum(1) == 0).unflatten(2, (2, -1))
+    return alive.all(2).sum(1)
+
+
+def _greedy(policy: Policy, hidden: Tensor) -> Tensor:
+    flat, rows = hidden.flatten(0, 1), state_rows(policy.vocabulary, models=1)
+    parts = [policy.logits(flat[start : start + rows]).argmax(-1) for start in range(0, len(flat), rows)]
+    return torch.cat(parts).view(hidden.shape[:2])
+
+
+def _plant(batch: PromptBatch, states: States, horizon: int) -> list[list[np.ndarray]]:
+    """Candidates of each prompt of the batch, at most as many at a time as keep the forest within TREE_TOKENS."""
+    rows = [np.flatnonzero((states.prompt == prompt.ordinal) & states.candidates) for prompt in batch.prompts]
+    share = max(1, TREE_TOKENS // (2 * horizon * len(rows)))
+    return [[row[start : start + share] for row in rows] for start in range(0, max(map(len, rows)), share)]

@@ -1,0 +1,228 @@
+"""Calibrate: BasePTQUpdate. A short end-to-end update of theta on the objective, inside a trust region, best iterate kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from onptq.bank import States, Trajectory
+from onptq.cycle.objective import Item, Targets, Terms, block_energy, make_items, measure
+from onptq.errors import OnPTQError
+from onptq.models.encoding import EncodedPrompt
+from onptq.policy import Policy
+from onptq.quantizer.theta import Theta
+from onptq.recipe import CalibrateConfig
+
+GRADIENT_NORM = 1.0
+FINAL_RATE = 0.1  # the cosine schedule ends here
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """Prompts that no update sees, with Q's rollouts at the start of the round: they choose the iterate."""
+
+    prompts: Sequence[EncodedPrompt]
+    trajectories: Sequence[Trajectory]
+    states: States
+
+
+@dataclass
+class Progress:
+    """Everything an interrupted update needs to go on as if nothing had happened."""
+
+    theta: Theta
+    step: int = 0
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    best: Theta | None = None
+    best_score: float = math.inf
+    best_step: int = 0
+
+    def save(self, path: Path) -> None:
+        tensors = {f"theta/{name}": tensor for name, tensor in self.theta.tensors().items()}
+        if self.best is not None:
+            tensors |= {f"best/{name}": tensor for name, tensor in self.best.tensors().items()}
+        tensors |= {f"moments/{name}": tensor for name, tensor in self.moments.items()}
+        numbers = {"step": self.step, "best_step": self.best_step, "best_score": self.best_score}
+        save_file(
+            {name: tensor.cpu() for name, tensor in tensors.items()}, path, {key: repr(n) for key, n in numbers.items()}
+        )
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device | str) -> Progress:
+        parts: dict[str, dict[str, Tensor]] = {"theta": {}, "best": {}, "moments": {}}
+        with safe_open(path, "pt", device=str(device)) as file:
+            numbers = file.metadata()
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                part, key = name.split("/", 1)
+                parts[part][key] = file.get_tensor(name)
+        return cls(
+            theta=Theta.of_tensors(parts["theta"]),
+            step=int(numbers["step"]),
+            moments=parts["moments"],
+            best=Theta.of_tensors(parts["best"]) if parts["best"] else None,
+            best_score=float(numbers["best_score"]),
+            best_step=int(numbers["best_step"]),
+        )
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    theta: Theta
+    history: list[dict[str, float]]
+    best_step: int
+
+
+def calibrate(
+    policy: Policy,
+    prompts: Sequence[EncodedPrompt],
+    trajectories: Sequence[Trajectory],
+    states: States | None,
+    theta: Theta,
+    cfg: CalibrateConfig,
+    *,
+    holdout: Holdout | None = None,
+    seed: int = 0,
+    target_budget: int | None = None,
+    progress: Progress | None = None,
+    save: Callable[[Progress], None] = lambda progress: None,
+    log: Callable[[dict[str, float]], None] = lambda record: None,
+) -> Calibrated:
+    """theta^(k) to theta^(k+1) on the critical states of `states` (none, or gamma = 0: the static control)."""
+    critical = states if cfg.gamma > 0 else None
+    items = make_items(policy, prompts, trajectories, critical, modality_balanced=cfg.modality_balanced)
+    targets = Targets(policy, target_budget)
+    energy = block_energy(targets, items) if cfg.normalize == "energy" else None
+    judge = None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg)
+
+    batches = [batch for epoch in range(cfg.epochs) for batch in _batches(len(items), cfg.batch, seed + epoch)]
+    progress = progress or Progress(theta.clone())
+    if cfg.rounding:
+        progress.theta.add_offsets(policy.structure.blocks, policy.device)
+    start = theta.clone()
+    update = _Update(progress.theta.requires_grad_(), start, cfg, len(batches), progress.moments)
+    policy.attach(progress.theta)
+    history: list[dict[str, float]] = []
+    if judge is not None and progress.step == 0:
+        judge.consider(progress)
+    interval = max(1, len(batches) // cfg.evaluations)
+    for step in range(progress.step, len(batches)):
+        terms = _accumulate(policy, [items[index] for index in batches[step]], len(items), targets, energy, cfg)
+        gradient = update(step)
+        record = {"step": step + 1, **terms, "gradient": gradient}
+        progress.step, progress.moments = step + 1, update.moments()
+        if judge is not None and ((step + 1) % interval == 0 or step + 1 == len(batches)):
+            record["holdout"] = judge.consider(progress)
+        history.append(record)
+        log(record)
+        save(progress)
+    chosen = progress.best if progress.best is not None else progress.theta
+    return Calibrated(
+        chosen.clone().requires_grad_(False), history, progress.best_step if progress.best else len(batches)
+    )
+
+
+def _accumulate(
+    policy: Policy, items: Sequence[Item], total: int, targets: Targets, energy: Tensor | None, cfg: CalibrateConfig
+) -> dict[str, float]:
+    """Gradients of an unbiased estimate of the objective: sums over a batch, scaled by N / |B|."""
+    scale = total / len(items)
+    sums: Terms | None = None
+    for start in range(0, len(items), cfg.micro_batch):
+        with torch.enable_grad():
+            terms = measure(
+                policy, items[start : start + cfg.micro_batch], targets, energy, checkpointed=cfg.checkpointing
+            )
+            loss = scale * objective(terms, cfg)
+        with policy.speaking("Q"):  # checkpointed blocks run again inside backward
+            loss.backward()
+        done = Terms(*(scale * value.detach() for value in terms.values()))
+        sums = done if sums is None else sums + done
+    assert sums is not None
+    values = sums.floats() | {"loss": float(objective(sums, cfg))}
+    if not math.isfinite(values["loss"]):
+        raise OnPTQError(
+            f"the calibration loss is not finite ({values}): lower lr_smoothing and lr_step, or use float32"
+        )
+    return values
+
+
+def objective(terms: Terms, cfg: CalibrateConfig) -> Tensor:
+    """Eqs. 12-13, with a weight for each term so that any can be removed."""
+    critical = cfg.hidden * terms.hidden + cfg.pair * terms.pair + cfg.response * terms.response
+    return cfg.anchor * terms.anchor + cfg.gamma * critical
+
+
+def _batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return (order[start : start + size] for start in range(0, count, size))
+
+
+class _Update:
+    """AdamW on smoothing and step ratios, sign descent on rounding offsets, then back into the trust region."""
+
+    def __init__(
+        self, theta: Theta, origin: Theta, cfg: CalibrateConfig, steps: int, moments: dict[str, Tensor]
+    ) -> None:
+        self.theta, self.origin, self.steps = theta, origin, steps
+        self.lr_rounding = cfg.lr_rounding if cfg.lr_rounding is not None else 1 / max(1, steps)
+        self.learned = [*theta.smoothing.values(), *theta.ratio.values()]
+        groups = [
+            {"params": list(theta.smoothing.values()), "lr": cfg.lr_smoothing},
+            {"params": list(theta.ratio.values()), "lr": cfg.lr_step},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        for name, tensor in moments.items():
+            index, key = name.split("/")
+            self.optimizer.state[self.learned[int(index)]][key] = tensor.cpu() if key == "step" else tensor
+
+    def __call__(self, step: int) -> float:
+        """One step; the gradient norm before clipping."""
+        done = step / max(1, self.steps)
+        cosine = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * cosine
+        norm = torch.nn.utils.clip_grad_norm_(self.learned, GRADIENT_NORM)
+        self.optimizer.step()
+        with torch.no_grad():
+            for offset in self.theta.offset.values():
+                if offset.grad is not None:
+                    offset -= self.lr_rounding * (1 - done) * offset.grad.sign()
+        for parameter in self.theta.parameters():
+            parameter.grad = None
+        self.theta.project_(self.origin)
+        return float(norm)
+
+    def moments(self) -> dict[str, Tensor]:
+        states = ((index, self.optimizer.state[parameter]) for index, parameter in enumerate(self.learned))
+        return {f"{index}/{key}": tensor for index, state in states for key, tensor in state.items()}
+
+
+class _Judge:
+    """Anchor plus on-policy KL on held-out prompts, at every state they visit."""
+
+    def __init__(
+        self, policy: Policy, holdout: Holdout, targets: Targets, energy: Tensor | None, cfg: CalibrateConfig
+    ) -> None:
+        every = holdout.states.with_columns(
+            critical=holdout.states.critical | True, weight=holdout.states.weight * 0 + 1 / len(holdout.states)
+        )
+        self.items = make_items(policy, holdout.prompts, holdout.trajectories, every)
+        self.policy, self.targets, self.energy, self.size = policy, targets, energy, cfg.micro_batch
+
+    @torch.no_grad()
+    def consider(self, progress: Progress) -> float:
+        """Score the current theta and keep it if it is the best so far."""
+        chunks = [self.items[start : start + self.size] for start in range(0, len(self.items), self.size)]
+        terms = [measure(self.policy, chunk, self.targets, self.energy).floats() for chunk in chunks]
+        score = sum(term["anchor"] + term["response"] for term in terms)
+        if score < progress.best_score:
+            progress.best, progress.best_score, progress.best_step = progress.theta.clone(), score, progress.step
+        return score

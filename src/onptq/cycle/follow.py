@@ -1,0 +1,57 @@
+"""Follow: on-policy trajectories. Q answers greedily; every prefix it writes is a state it will meet when deployed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from onptq.bank import Trajectory
+from onptq.cycle.prefixes import Prefixes
+from onptq.models.decoder import Tokens
+from onptq.models.encoding import PromptBatch
+
+
+def follow(prefixes: Prefixes, *, advance: Callable[[int], None] = lambda prompts: None) -> list[Trajectory]:
+    """Greedy rollouts of Q for every prompt, at most `prefixes.max_tokens` long, in the order of the prompts' ordinals."""
+    trajectories: list[Trajectory] = []
+    for index, batch in enumerate(prefixes.batches):
+        responses = rollout(prefixes, index)
+        trajectories += _cut(batch, responses, prefixes.policy.eos)
+        advance(len(batch.prompts))
+    return sorted(trajectories, key=lambda trajectory: trajectory.prompt)
+
+
+@torch.no_grad()
+def rollout(prefixes: Prefixes, index: int) -> Tensor:
+    """y_t = argmax z_Q(s_t), [B, T]; a row that has ended goes on being fed its last token until all have ended."""
+    policy, batch = prefixes.policy, prefixes.batches[index]
+    prefix = prefixes.prompt(index, "Q")
+    eos = torch.tensor(sorted(policy.eos), device=policy.device)
+    size, limit = len(batch.prompts), prefixes.max_tokens
+    real = torch.cat((batch.real, batch.real.new_ones(size, limit)), dim=1)
+    positions = batch.response_positions(limit)
+    tokens: list[Tensor] = []
+    ended = torch.zeros(size, dtype=torch.bool, device=policy.device)
+    hidden = prefix.last
+    with policy.speaking("Q"):
+        while True:
+            tokens.append(policy.logits(hidden).argmax(-1))
+            ended = ended | torch.isin(tokens[-1], eos)
+            count = len(tokens)
+            if count == limit or bool(ended.all()):
+                return torch.stack(tokens, dim=1)
+            step = Tokens(
+                policy.embed(tokens[-1][:, None]),
+                positions[:, :, count - 1 : count],
+                real[:, None, None, : batch.width + count],
+            )
+            hidden = policy.run(step, prefix.cache)[:, 0]
+
+
+def _cut(batch: PromptBatch, responses: Tensor, eos: frozenset[int]) -> Iterator[Trajectory]:
+    """The emission of an end-of-sequence token is itself a decision, so it stays; what follows it does not exist."""
+    for prompt, response in zip(batch.prompts, responses.tolist(), strict=True):
+        end = next((t for t, token in enumerate(response, start=1) if token in eos), None)
+        yield Trajectory(prompt.ordinal, tuple(response[:end]), finished=end is not None)

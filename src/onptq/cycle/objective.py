@@ -1,0 +1,206 @@
+"""The branch-aware objective (Eqs. 12-17): an anchor on the prompt's context and a risk-weighted loss on critical states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import huber_loss
+from torch.utils.checkpoint import checkpoint
+
+from onptq.bank import States, Trajectory
+from onptq.cycle.compare import pair_margin, state_rows
+from onptq.cycle.divergence import kl_divergence
+from onptq.cycle.prefixes import causal_mask
+from onptq.models.decoder import Tokens
+from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.policy import Policy
+
+MASSIVE_SHARE = 0.001  # tokens of largest norm that do not count in a block's energy
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt of an update: its tokens up to the last critical state's prefix, and what is frozen about those states."""
+
+    sequence: EncodedPrompt
+    anchor: Tensor  # [S] weight of each token in the anchor; 0 on response tokens
+    at: Tensor  # [C] where in the sequence each critical state's prediction is made
+    weight: Tensor  # [C]
+    reference: Tensor  # [C]
+    competitor: Tensor  # [C]
+    margin_dense: Tensor  # [C]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The four sums of the objective, each a scalar."""
+
+    anchor: Tensor
+    hidden: Tensor
+    pair: Tensor
+    response: Tensor
+
+    def __add__(self, other: Terms) -> Terms:
+        return Terms(*(mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)))
+
+    def values(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.anchor, self.hidden, self.pair, self.response
+
+    def floats(self) -> dict[str, float]:
+        names = ("anchor", "hidden", "pair", "response")
+        return dict(zip(names, torch.stack(self.values()).tolist(), strict=True))
+
+
+def make_items(
+    policy: Policy,
+    prompts: Sequence[EncodedPrompt],
+    trajectories: Sequence[Trajectory],
+    states: States | None,
+    *,
+    modality_balanced: bool = False,
+) -> list[Item]:
+    """One item per prompt, with its critical states; the anchor's weights sum to 1 over all prompts (Eq. 14's 1 / |U|)."""
+    by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
+    share = _anchor_share(prompts, modality_balanced)
+    items = []
+    for prompt in prompts:
+        rows = np.zeros(0, np.int64)
+        if states is not None:
+            rows = np.flatnonzero((states.prompt == prompt.ordinal) & states.critical)
+        items.append(_make_item(policy, prompt, by_prompt.get(prompt.ordinal), states, rows, share))
+    return items
+
+
+def _make_item(
+    policy: Policy,
+    prompt: EncodedPrompt,
+    trajectory: Trajectory | None,
+    states: States | None,
+    rows: np.ndarray,
+    share: Tensor,
+) -> Item:
+    device = policy.device
+    sequence, steps = prompt, torch.zeros(0, dtype=torch.long, device=device)
+    columns = [torch.zeros(0, device=device)] * 4
+    if states is not None and trajectory is not None and len(rows):
+        steps = torch.from_numpy(states.t[rows]).long().to(device) - 1
+        fed = torch.tensor(trajectory.tokens[: int(steps.max())], dtype=torch.long, device=device)
+        sequence = prompt.extended(fed, policy.embed(fed))
+        names = ("weight", "reference", "competitor", "margin_dense")
+        columns = [torch.from_numpy(getattr(states, name)[rows]).to(device) for name in names]
+    anchor = torch.zeros(sequence.length, device=device)
+    anchor[: prompt.length] = share[prompt.modality.long()]
+    weight, reference, competitor, margin_dense = columns
+    return Item(sequence, anchor, steps + prompt.length - 1, weight, reference.long(), competitor.long(), margin_dense)
+
+
+def _anchor_share(prompts: Sequence[EncodedPrompt], balanced: bool) -> Tensor:
+    """Weight of a prompt token by its modality: equal for all, or such that each modality present weighs the same."""
+    counts = torch.stack([torch.bincount(prompt.modality.long(), minlength=3) for prompt in prompts]).sum(0)
+    if not balanced:
+        return torch.full((3,), 1 / float(counts.sum()), device=counts.device)
+    return torch.where(counts > 0, 1 / (counts.clamp(min=1) * (counts > 0).sum()), 0.0)
+
+
+class Targets:
+    """D's residual stream after every block for each item, [L, S, d]: computed alone, so that no batch can change it, and kept
+    while the budget lasts."""
+
+    def __init__(self, policy: Policy, budget: int | None) -> None:
+        self.policy, self.budget, self.used = policy, budget, 0
+        self._kept: dict[tuple[int, int], Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, sequence: EncodedPrompt) -> Tensor:
+        key = sequence.ordinal, sequence.length
+        target = self._kept.get(key)
+        if target is None:
+            blocks: list[Tensor] = []
+            with self.policy.speaking("D"):
+                self.policy.run(_tokens(PromptBatch.of([sequence])), observe=lambda _, hidden: blocks.append(hidden[0]))
+            target = torch.stack(blocks)
+            if self.budget is None or self.used + target.nbytes <= self.budget:
+                self._kept[key] = target
+                self.used += target.nbytes
+        return target
+
+
+def _tokens(batch: PromptBatch) -> Tokens:
+    return Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack)
+
+
+def block_energy(targets: Targets, items: Iterable[Item]) -> Tensor:
+    """Mean dense energy per channel after each block over the anchor's tokens, [L], without the few massive ones that would
+    drown the rest."""
+    energies = [targets.of(item.sequence)[:, item.anchor > 0].float().square().mean(-1) for item in items]
+    per_token = torch.cat(energies, dim=1).sort(dim=1).values  # [L, U]
+    count = per_token.shape[1]
+    massive = max(1, round(MASSIVE_SHARE * count))
+    return per_token[:, : max(1, count - massive)].mean(1)
+
+
+def measure(
+    policy: Policy, items: Sequence[Item], targets: Targets, energy: Tensor | None = None, *, checkpointed: bool = False
+) -> Terms:
+    """One causal forward of Q over all the items: every anchor position and every critical state. `energy` [L] divides each
+    block's error; without it the loss is the paper's, literally."""
+    batch = PromptBatch.of([item.sequence for item in items])
+    dense = [targets.of(item.sequence) for item in items]
+    rows = torch.cat([torch.full_like(item.at, row) for row, item in enumerate(items)])
+    at, weight = (torch.cat([getattr(item, name) for item in items]) for name in ("at", "weight"))
+    anchor_weight = torch.nn.utils.rnn.pad_sequence([item.anchor for item in items], batch_first=True)
+    anchor = hidden = torch.zeros((), device=policy.device)
+
+    def observe(block: int, quant: Tensor) -> None:
+        nonlocal anchor, hidden
+        target = torch.nn.utils.rnn.pad_sequence([blocks[block] for blocks in dense], batch_first=True)
+        error = (quant.float() - target.float()).square().mean(-1)  # [B, S] MSE at every token
+        if energy is not None:
+            error = error / energy[block]
+        anchor = anchor + (error * anchor_weight).sum() / policy.blocks
+        hidden = hidden + (error[rows, at] * weight).sum() / policy.blocks
+
+    with policy.speaking("Q"):
+        final = policy.run(_tokens(batch), observe=observe, checkpointed=checkpointed)
+    final_dense = torch.cat([blocks[-1][item.at] for blocks, item in zip(dense, items, strict=True)])
+    pair, response = _decision_terms(policy, items, final_dense, final[rows, at], weight)
+    return Terms(anchor, hidden, pair, response)
+
+
+def _decision_terms(
+    policy: Policy, items: Sequence[Item], dense: Tensor, quant: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Weighted sums of the pair loss (Eq. 16) and the response loss (Eq. 17), a chunk of states at a time."""
+    names = ("reference", "competitor", "margin_dense")
+    reference, competitor, margin_dense = (torch.cat([getattr(item, name) for item in items]) for name in names)
+    pair = response = torch.zeros((), device=policy.device)
+    size = state_rows(policy.vocabulary, models=4)
+    for start in range(0, len(weight), size):
+        rows = slice(start, start + size)
+        losses = checkpoint(
+            decision_losses,
+            policy,
+            dense[rows],
+            quant[rows],
+            reference[rows],
+            competitor[rows],
+            margin_dense[rows],
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        pair = pair + (losses[0] * weight[rows]).sum()
+        response = response + (losses[1] * weight[rows]).sum()
+    return pair, response
+
+
+def decision_losses(
+    policy: Policy, dense: Tensor, quant: Tensor, reference: Tensor, competitor: Tensor, margin_dense: Tensor
+) -> tuple[Tensor, Tensor]:
+    """L_pair and L_response of each state, [C] each, from the two models' residual streams [C, d]."""
+    z_dense, z_quant = policy.logits(dense).detach(), policy.logits(quant)
+    margin = pair_margin(z_quant, reference, competitor)
+    return huber_loss(margin, margin_dense, reduction="none", delta=1.0), kl_divergence(z_dense, z_quant)

@@ -1,0 +1,114 @@
+"""Prefilled prompts, kept between the steps of a round so that nothing that is cached is computed again.
+
+Prompts are split into the same batches in every step and every session, so a prefix that had to be dropped and computed again
+is bit for bit the one that was dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onptq.models.decoder import KVCache, Tokens
+from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.policy import Policy, Side
+
+
+@dataclass
+class Prefix:
+    """One batch under one policy: its cache, and the residual stream at each prompt's last token, which predicts y_1."""
+
+    cache: KVCache
+    last: Tensor  # [B, d]
+    response: Tensor | None = None  # [B, T] the response tokens whose keys follow the prompt's in the cache
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + self.last.nbytes
+
+
+class Prefixes:
+    """Batches of prompts and their prefixes under D (kept for the whole run) and Q (kept until theta moves)."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        max_tokens: int,
+        batch_tokens: int = 16384,
+        budget: int | None = None,
+    ) -> None:
+        self.policy, self.max_tokens, self.budget = policy, max_tokens, budget
+        self.batches = [PromptBatch.of(group) for group in _partition(prompts, batch_tokens, max_tokens)]
+        self._kept: dict[tuple[int, Side], Prefix] = {}
+
+    def forget(self, side: Side) -> None:
+        self._kept = {key: prefix for key, prefix in self._kept.items() if key[1] != side}
+
+    @torch.no_grad()
+    def prompt(self, index: int, side: Side) -> Prefix:
+        """The batch's prompts in the cache, ready for response token 1."""
+        prefix = self._kept.get((index, side))
+        if prefix is None:
+            prefix = self._prefill(self.batches[index], side)
+            kept = sum(other.nbytes for other in self._kept.values())
+            if self.budget is None or kept + prefix.nbytes <= self.budget:
+                self._kept[index, side] = prefix
+        prefix.cache.rewind(self.batches[index].width)
+        prefix.response = None
+        return prefix
+
+    @torch.no_grad()
+    def follow(self, index: int, side: Side, response: Tensor) -> tuple[Prefix, Tensor]:
+        """One teacher-forced forward over `response` [B, T]: the residual stream that predicts each of its tokens, [B, T, d].
+
+        Leaves tokens 1..T-1 in the cache: no state's prefix holds y_T.
+        """
+        prefix, batch = self.prompt(index, side), self.batches[index]
+        count = response.shape[1] - 1
+        hidden = prefix.last[:, None]
+        if count:
+            real = torch.cat((batch.real, batch.real.new_ones(len(batch.prompts), count)), dim=1)
+            tokens = Tokens(
+                self.policy.embed(response[:, :count]), batch.response_positions(count), causal_mask(real, batch.width)
+            )
+            with self.policy.speaking(side):
+                hidden = torch.cat((hidden, self.policy.run(tokens, prefix.cache)), dim=1)
+        prefix.response = response
+        return prefix, hidden
+
+    def at_response(self, index: int, side: Side, response: Tensor) -> Prefix:
+        """The prefix with `response` in its cache; computed only if it is not what the cache holds already."""
+        prefix = self._kept.get((index, side))
+        if prefix is not None and prefix.response is not None and torch.equal(prefix.response, response):
+            return prefix
+        return self.follow(index, side, response)[0]
+
+    def _prefill(self, batch: PromptBatch, side: Side) -> Prefix:
+        cache = self.policy.cache(len(batch.prompts), batch.width + self.max_tokens)
+        tokens = Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack)
+        with self.policy.speaking(side):
+            hidden = self.policy.run(tokens, cache)
+        ends = torch.tensor([prompt.length - 1 for prompt in batch.prompts], device=hidden.device)
+        return Prefix(cache, hidden[torch.arange(len(ends), device=hidden.device), ends].clone())
+
+
+def causal_mask(real: Tensor, start: int) -> Tensor:
+    """Queries are the slots from `start` on, keys are all slots: causal, and only real keys, [B, 1, S, K]."""
+    slots = torch.arange(real.shape[1], device=real.device)
+    return (slots[start:, None] >= slots)[None, None] & real[:, None, None, :]
+
+
+def _partition(prompts: Sequence[EncodedPrompt], batch_tokens: int, max_tokens: int) -> list[list[EncodedPrompt]]:
+    """Prompts of like length together, at most `batch_tokens` padded slots a batch."""
+    groups: list[list[EncodedPrompt]] = []
+    for prompt in sorted(prompts, key=lambda prompt: (prompt.length, prompt.ordinal)):
+        if groups and (len(groups[-1]) + 1) * (prompt.length + max_tokens) <= batch_tokens:
+            groups[-1].append(prompt)
+        else:
+            groups.append([prompt])
+    return groups

@@ -1,0 +1,76 @@
+"""Decision-Consequence risk and the critical set (Eqs. 9-11)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onptq.bank import MISMATCH, Column, States
+from onptq.errors import OnPTQError
+from onptq.recipe import RiskConfig, SelectConfig
+
+
+def score(states: States, cfg: RiskConfig) -> States:
+    """Eq. 9: erosion, amplified by how far its two futures separate, plus a full-vocabulary backstop."""
+    erosion, divergence = states.erosion.astype(np.float64), _divergence(states, cfg).astype(np.float64)
+    amplified = cfg.erosion_weight * erosion * (1 + cfg.branch_weight * states.consequence)
+    risk = np.where(states.candidates, amplified + cfg.divergence_weight * divergence, 0.0)
+    if not np.isfinite(risk).all():
+        row = int(np.flatnonzero(~np.isfinite(risk))[0])
+        raise OnPTQError(
+            f"the risk of prompt {states.prompt[row]}, token {states.t[row]} is not finite "
+            f"(erosion {erosion[row]}, divergence {divergence[row]}): the model's logits overflow or hold NaN"
+        )
+    return states.with_columns(risk=risk.astype(np.float32))
+
+
+def select(states: States, cfg: SelectConfig, *, risk: RiskConfig | None = None, seed: int = 0) -> States:
+    """Eqs. 10-11 and the ablated rules. Ties go to the earlier prompt, then the earlier token, so that two runs agree."""
+    eligible, rank = _rank(states, cfg.rule, risk or RiskConfig(), seed)
+    order = np.lexsort((states.t, states.prompt, -rank))
+    order = order[eligible[order]]
+    if cfg.rule == "all":
+        chosen = order
+    elif cfg.per_prompt is not None:
+        chosen = order[_place_within_prompt(states.prompt[order]) < cfg.per_prompt]
+    else:
+        chosen = order[: cfg.budget]
+    critical = np.zeros(len(states), np.bool_)
+    critical[chosen] = True
+    weight = np.zeros(len(states), np.float64)
+    weight[chosen] = 1.0 if cfg.rule == "all" or cfg.weights == "uniform" else states.risk[chosen]
+    total = weight.sum()
+    if total == 0 and len(chosen):
+        weight[chosen], total = 1.0, float(len(chosen))
+    return states.with_columns(critical=critical, weight=(weight / (total or 1.0)).astype(np.float32))
+
+
+def _divergence(states: States, cfg: RiskConfig) -> Column:
+    return states.kl if cfg.divergence == "kl" else states.js
+
+
+def _rank(states: States, rule: str, risk: RiskConfig, seed: int) -> tuple[Column, Column]:
+    """Which states a rule may take, and what it takes first."""
+    match rule:
+        case "risk":
+            return states.candidates, states.risk
+        case "all":
+            return np.ones(len(states), np.bool_), np.zeros(len(states))
+        case "mismatch":
+            return states.kind == MISMATCH, states.risk
+        case "mismatch_near_miss":
+            return states.candidates, states.erosion + risk.divergence_weight * _divergence(states, risk)
+        case "consequence":
+            return states.candidates, states.consequence
+        case "random":
+            return states.candidates, np.random.default_rng(seed).random(len(states))
+    raise OnPTQError(f"unknown selection rule {rule!r}")
+
+
+def _place_within_prompt(prompts: Column) -> Column:
+    """0 for a prompt's first state in the given order, 1 for its second, ..."""
+    order = np.argsort(prompts, kind="stable")
+    grouped = prompts[order]
+    starts = np.r_[0, np.flatnonzero(np.diff(grouped)) + 1] if len(grouped) else np.zeros(0, np.int64)
+    place = np.empty(len(prompts), np.int64)
+    place[order] = np.arange(len(grouped)) - np.repeat(starts, np.diff(np.r_[starts, len(grouped)]))
+    return place

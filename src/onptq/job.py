@@ -1,0 +1,323 @@
+"""The main job, top to bottom: load, encode, initialize, the rounds, fold, export, reload, summarize."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from onptq.cycle.rounds import Budgets, Cycle, bank_figures
+from onptq.data.manifest import load_manifest, manifest_digest, split
+from onptq.data.probes import probe_prompt
+from onptq.data.prompts import Media, Prompt
+from onptq.errors import OnPTQError
+from onptq.export.compressed import write_checkpoint
+from onptq.export.verify import verify as verify_checkpoint
+from onptq.methods import METHODS
+from onptq.models.encoding import EncodedPrompt
+from onptq.models.loading import Source, choose_device, choose_dtype, find_source, load_model
+from onptq.models.processing import ModelInputs, PromptProcessor
+from onptq.policy import Policy
+from onptq.progress import LoggedReporter, QuietReporter, Reporter
+from onptq.quantizer.theta import Theta
+from onptq.recipe import Recipe
+from onptq.run import Run
+from onptq.schemes import Scheme
+
+PACKAGES = ("onptq", "torch", "transformers", "compressed-tensors", "safetensors")
+SHARE_OF_FREE = 0.5  # of the device's free memory, for prefixes and targets together
+
+
+@dataclass(frozen=True)
+class Result:
+    path: Path
+    summary: dict[str, Any]
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    *,
+    calibration: str | Path | Sequence[Prompt] | None = None,
+    recipe: Recipe | None = None,
+    holdout: str | Path | Sequence[Prompt] | None = None,
+    reporter: Reporter | None = None,
+    verify: bool = True,
+) -> Result:
+    """Quantize `model` into `out`; called again after a kill, it goes on from the last finished step."""
+    recipe, reporter = recipe or Recipe(), reporter or QuietReporter()
+    scheme = Scheme.parse(recipe.scheme)
+    if not scheme.quantizes_weights:
+        raise OnPTQError(f"scheme {scheme} leaves the weights in 16 bits: there is nothing to write; expected W2 to W8")
+    source = find_source(model)
+    prompts = gather_prompts(source, calibration, holdout, recipe)
+    device = choose_device(recipe.compute.device)
+    with reporter.phase("Hash the model", total=1, unit="checkpoint") as bar:
+        identity = _identity(source, prompts, calibration, recipe, device)
+        bar.advance()
+    with Run.open(out, identity, warn=reporter.warn) as run:
+        if run.finished:
+            reporter.note(f"{out} is a finished run; its summary is shown as it was")
+            return Result(Path(out), run.read_json("summary.json"))
+        return _run(source, prompts, recipe, scheme, device, run, LoggedReporter(reporter, run.log), verify)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    calibration: Sequence[Prompt]
+    holdout: Sequence[Prompt]
+
+    @property
+    def every(self) -> list[Prompt]:
+        return [*self.calibration, *self.holdout]
+
+
+def gather_prompts(
+    source: Source,
+    calibration: str | Path | Sequence[Prompt] | None,
+    holdout: str | Path | Sequence[Prompt] | None,
+    recipe: Recipe,
+) -> Prompts:
+    """Which prompts calibrate and which are held out; ordinals are unique over both."""
+    if calibration is None:
+        if recipe.method != "rtn":
+            raise OnPTQError(f"method {recipe.method} needs calibration prompts: give a manifest (JSONL or parquet)")
+        return Prompts((), ())
+    modalities, cfg = source.family.modalities, recipe.data
+    given = (
+        load_manifest(calibration, modalities=modalities) if isinstance(calibration, str | Path) else list(calibration)
+    )
+    if not given:
+        raise OnPTQError("there are no calibration prompts; expected at least one")
+    if holdout is None:
+        return Prompts(*split(given, prompts=cfg.prompts, holdout=cfg.holdout, share=cfg.holdout_share))
+    apart = load_manifest(holdout, modalities=modalities) if isinstance(holdout, str | Path) else list(holdout)
+    renumbered = [_renumbered(prompt, len(given) + index) for index, prompt in enumerate(apart)]
+    return Prompts(given[: cfg.prompts], renumbered)
+
+
+def _renumbered(prompt: Prompt, ordinal: int) -> Prompt:
+    return Prompt(ordinal, prompt.id, prompt.messages, prompt.images, prompt.audios)
+
+
+def _identity(
+    source: Source, prompts: Prompts, calibration: object, recipe: Recipe, device: torch.device
+) -> dict[str, Any]:
+    return {
+        "recipe": recipe.model_dump(),
+        "model": {"source": source.name, "family": source.family.name, "sha256": source.sha256()},
+        "prompts": {
+            "source": str(calibration) if isinstance(calibration, str | Path) else None,
+            "sha256": manifest_digest(prompts.every),
+            "calibration": len(prompts.calibration),
+            "holdout": len(prompts.holdout),
+        },
+        "seeds": {"recipe": recipe.seed},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        },
+    }
+
+
+def _run(
+    source: Source,
+    prompts: Prompts,
+    recipe: Recipe,
+    scheme: Scheme,
+    device: torch.device,
+    run: Run,
+    reporter: LoggedReporter,
+    verify: bool,
+) -> Result:
+    dtype = choose_dtype(recipe.compute.dtype, device, reporter.note)
+    processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+    with reporter.phase("Load", total=1, unit="checkpoint") as bar:
+        policy = load_policy(source, scheme, device=device, dtype=dtype)
+        bar.advance()
+    calibration, holdout = _encode(policy, processor, prompts, recipe, run, reporter)
+    cycle = Cycle(policy, calibration, holdout, recipe, run, reporter, _budgets(policy, recipe))
+
+    theta = _initialize(policy, calibration, recipe, run, reporter)
+    cycle.speak_as(theta)
+    before = cycle.holdout("initial", "held-out at the start")
+    theta = cycle.rounds(theta)
+    after = cycle.holdout("final", "held-out at the end")
+
+    with reporter.phase("Export", total=1, unit="checkpoint") as bar:
+        write_checkpoint(
+            source.folder,
+            run.folder,
+            policy.folded(),
+            scheme,
+            ignore=source.family.ignore,
+            other_models=source.family.other_models,
+            method=recipe.method,
+        )
+        bar.advance()
+    summary = {
+        "scheme": str(scheme),
+        "method": recipe.method,
+        "model": source.name,
+        "prompts": {"calibration": len(calibration), "holdout": len(holdout)},
+        "rounds": _round_figures(run, recipe),
+        "holdout": {
+            "initial": None if before is None else bank_figures(before.states),
+            "final": None if after is None else bank_figures(after.states),
+        },
+        "checkpoint": {"bytes": sum(file.stat().st_size for file in run.folder.glob("*.safetensors"))},
+    }
+    if verify:
+        summary["verification"] = _verify(policy, cycle, source, processor, prompts, dtype, device, run, reporter)
+    summary["seconds"] = {name: round(seconds, 3) for name, seconds in reporter.seconds.items()}
+    run.write_json(summary, "summary.json")
+    return Result(run.folder, summary)
+
+
+def load_policy(
+    model: str | Path | Source,
+    scheme: Scheme | str,
+    *,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | str = "auto",
+) -> Policy:
+    """A checkpoint as D and Q in one, not yet given a theta."""
+    source = model if isinstance(model, Source) else find_source(model)
+    scheme = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
+    device = choose_device(device) if isinstance(device, str) else device
+    dtype = choose_dtype(dtype, device) if isinstance(dtype, str) else dtype
+    policy = Policy(load_model(source, dtype, device), scheme, storage=source.storage(), eos=source.eos())
+    _check_groups(policy)
+    return policy
+
+
+def _check_groups(policy: Policy) -> None:
+    size = policy.scheme.group_size
+    for block in policy.structure.blocks if size else ():
+        for name in ("q_proj", "o_proj", "down_proj"):
+            columns = block.child(name).in_features
+            if columns % size:  # type: ignore[operator]
+                raise OnPTQError(
+                    f"{block.path(name)} has {columns} input columns, which groups of {size} do not divide"
+                )
+
+
+def _encode(
+    policy: Policy, processor: PromptProcessor, prompts: Prompts, recipe: Recipe, run: Run, reporter: Reporter
+) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
+    """Towers run once per prompt, for everybody; what exactly went in is written down."""
+    encoded: list[EncodedPrompt] = []
+    with reporter.phase("Encode", total=len(prompts.every), unit="prompts") as bar:
+        for prompt in prompts.every:
+            inputs = processor(prompt)
+            processor.check_length(prompt, inputs.length, recipe.follow.max_tokens)
+            encoded.append(policy.encode(inputs.tensors, inputs.modality, prompt.ordinal))
+            bar.advance()
+    if encoded and not run.has("prompts.parquet"):
+        with run.writing("prompts.parquet") as path:
+            _write_prompts(prompts, encoded, path)
+    count = len(prompts.calibration)
+    return encoded[:count], encoded[count:]
+
+
+def _write_prompts(prompts: Prompts, encoded: Sequence[EncodedPrompt], path: Path) -> None:
+    media = pa.list_(pa.struct([("path", pa.string()), ("sha256", pa.string()), ("bytes", pa.binary())]))
+    roles = ["calibration"] * len(prompts.calibration) + ["holdout"] * len(prompts.holdout)
+    columns = {
+        "ordinal": pa.array([prompt.ordinal for prompt in prompts.every], pa.int32()),
+        "id": pa.array([prompt.id for prompt in prompts.every], pa.string()),
+        "role": pa.array(roles, pa.string()),
+        "input_ids": pa.array([prompt.ids.tolist() for prompt in encoded], pa.list_(pa.int32())),
+        "images": pa.array([[_media_row(one) for one in prompt.images] for prompt in prompts.every], media),
+        "audios": pa.array([[_media_row(one) for one in prompt.audios] for prompt in prompts.every], media),
+    }
+    pq.write_table(pa.table(columns), path)
+
+
+def _media_row(media: Media) -> dict[str, Any]:
+    return {"path": None if media.path is None else str(media.path), "sha256": media.sha256, "bytes": media.data}
+
+
+def _initialize(
+    policy: Policy, prompts: Sequence[EncodedPrompt], recipe: Recipe, run: Run, reporter: Reporter
+) -> Theta:
+    """theta^(0), computed once and kept: every arm of a comparison can start from the same file."""
+    if not run.has("init.safetensors"):
+        with reporter.phase(f"Initialize ({recipe.init})", total=policy.blocks, unit="blocks") as bar:
+            theta = METHODS[recipe.init](policy, prompts, bar.advance)
+        with run.writing("init.safetensors") as path:
+            theta.save(path)
+    return Theta.load(run.file("init.safetensors"), policy.device)
+
+
+def _budgets(policy: Policy, recipe: Recipe) -> Budgets:
+    """Half of what is free, shared by prefixes and targets; Q's weights stay dequantized where they fit beside that."""
+    if policy.device.type == "cuda":
+        free = torch.cuda.mem_get_info(policy.device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cache = recipe.compute.cache_gib
+    budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
+    weights = sum(parameter.nbytes for block in policy.structure.blocks for parameter in block.module.parameters())
+    return Budgets(budget // 2, budget // 2, keep_dequantized=cache is None and weights < SHARE_OF_FREE * free / 2)
+
+
+def _round_figures(run: Run, recipe: Recipe) -> list[dict[str, Any]]:
+    from onptq.bank import States
+
+    banks = (run.file("rounds", str(k), "bank.parquet") for k in range(recipe.rounds))
+    steps = {event["round"]: event for event in run.events() if event["event"] == "calibrated"}
+    return [
+        bank_figures(States.read(bank)) | {key: steps[k][key] for key in ("steps", "best_step") if k in steps}
+        for k, bank in enumerate(banks)
+    ]
+
+
+def _verify(
+    policy: Policy,
+    cycle: Cycle,
+    source: Source,
+    processor: PromptProcessor,
+    prompts: Prompts,
+    dtype: torch.dtype,
+    device: torch.device,
+    run: Run,
+    reporter: Reporter,
+) -> dict[str, Any]:
+    """The checkpoint, reloaded by transformers, against the graph it was folded from, with every modality."""
+    tried = [processor(prompt) for prompt in (probe_prompt(source.family.modalities), *prompts.calibration[:1])]
+    with reporter.phase("Verify", total=len(tried), unit="prompts") as bar:
+        expected = [_graph_logits(policy, inputs) for inputs in tried]
+        policy.model.to("meta")
+        del policy, cycle
+        _release(device)
+        found = verify_checkpoint(
+            run.folder, source.family, [inputs.tensors for inputs in tried], expected, dtype=dtype, device=device
+        )
+        bar.advance(len(tried))
+    return asdict(found)
+
+
+@torch.no_grad()
+def _graph_logits(policy: Policy, inputs: ModelInputs) -> Tensor:
+    tensors: Mapping[str, Tensor] = {name: tensor.to(policy.device) for name, tensor in inputs.tensors.items()}
+    with policy.speaking("Q"):
+        logits: Tensor = policy.model(**tensors, use_cache=False).logits
+    return logits.float().cpu()
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,133 @@
+"""The decoder as the cycle uses it: blocks run one by one over embeddings, explicit positions, an explicit mask and a cache.
+
+Prompts of different lengths share a batch by padding on the right. Every slot's position is given and every mask is built from
+which slots are real, so neither the padding side nor a model's remembered rope offset can change a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from onptq.models.structure import Structure
+
+
+class KVCache:
+    """Keys and values of every block in slots allocated once, [B, kv_heads, slots, head_dim]."""
+
+    def __init__(self, structure: Structure, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        shapes = [(batch, block.kv_heads, slots, block.head_dim) for block in structure.blocks]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        end = self.length + key.shape[2]
+        self.keys[layer][:, :, self.length : end] = key
+        self.values[layer][:, :, self.length : end] = value
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def advance(self, tokens: int) -> None:
+        self.length += tokens
+
+    def rewind(self, length: int) -> None:
+        self.length = length
+
+
+class TreeCache:
+    """Branches on top of a cached prefix, which is read and never written; the branches' own keys follow it."""
+
+    def __init__(self, prefix: KVCache) -> None:
+        self.prefix = prefix
+        self.keys: list[Tensor | None] = [None] * len(prefix.keys)
+        self.values: list[Tensor | None] = [None] * len(prefix.values)
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        old_key, old_value = self.keys[layer], self.values[layer]
+        if old_key is not None and old_value is not None:
+            key, value = torch.cat((old_key, key), dim=2), torch.cat((old_value, value), dim=2)
+        self.keys[layer], self.values[layer] = key, value
+        length = self.prefix.length
+        prefix_key, prefix_value = self.prefix.keys[layer][:, :, :length], self.prefix.values[layer][:, :, :length]
+        return torch.cat((prefix_key, key), dim=2), torch.cat((prefix_value, value), dim=2)
+
+    def advance(self, tokens: int) -> None:
+        """The prefix stays as long as it is."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What enters the decoder: embeddings [B, S, d], positions [A, B, S] (A = 3 for M-RoPE, else 1), who sees whom
+    [B, 1, S, K], and features that DeepStack adds after the first blocks, each [B, S, d]."""
+
+    embeds: Tensor
+    positions: Tensor
+    mask: Tensor
+    deepstack: Sequence[Tensor] = ()
+
+
+def run_blocks(
+    structure: Structure,
+    tokens: Tokens,
+    cache: KVCache | TreeCache | None = None,
+    observe: Callable[[int, Tensor], None] | None = None,
+    checkpointed: bool = False,
+) -> Tensor:
+    """The residual stream after the last block, before the final norm; `observe` sees it after every block."""
+    hidden, decoder = tokens.embeds, structure.decoder
+    positions = tokens.positions if tokens.positions.shape[0] > 1 else tokens.positions[0]
+    rotary = decoder.rotary_emb(hidden, positions)  # type: ignore[operator]
+
+    def step(block: nn.Module, hidden: Tensor) -> Tensor:
+        out: Tensor = block(hidden, attention_mask=tokens.mask, position_embeddings=rotary, past_key_values=cache)
+        return out
+
+    for block in structure.blocks:
+        if checkpointed:
+            hidden = checkpoint(step, block.module, hidden, use_reentrant=False, preserve_rng_state=False)
+        else:
+            hidden = step(block.module, hidden)
+        if observe is not None:
+            observe(block.index, hidden)
+        if block.index < len(tokens.deepstack):
+            hidden = hidden + tokens.deepstack[block.index]
+    if cache is not None:
+        cache.advance(hidden.shape[1])
+    return hidden
+
+
+class _HeadProduct(torch.autograd.Function):
+    """rows @ weight.T accumulated and kept in fp32; the head is frozen, so only the rows have a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.dtype = rows.dtype
+        if rows.is_cuda and rows.dtype != torch.float32:
+            return torch.mm(rows, weight.T, out_dtype=torch.float32)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        return rows.to(wide) @ weight.to(wide).T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        return (grad.to(weight.dtype) @ weight).to(ctx.dtype), None
+
+
+def head_logits(structure: Structure, hidden: Tensor) -> Tensor:
+    """Final norm and output head, [..., d] to fp32 [..., V]: margins are finer than bf16's grid at 20 to 30."""
+    hidden = structure.decoder.norm(hidden)  # type: ignore[operator]
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    logits: Tensor = _HeadProduct.apply(rows, structure.head.weight)  # type: ignore[no-untyped-call]
+    if structure.head.bias is not None:
+        logits = logits + structure.head.bias.to(logits.dtype)
+    return logits.view(*hidden.shape[:-1], -1)

@@ -1,0 +1,70 @@
+"""What OnPTQ must be told about a model family. Decoder, blocks, linears and foldable pairs are found by structure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TEXT, IMAGE, AUDIO = 0, 1, 2  # what a prompt token stands for
+
+
+def merged_patches(grid: Sequence[int], merge_size: int) -> int:
+    """Tokens of a picture cut into (time, height, width) patches, of which merge_size x merge_size become one token."""
+    return math.prod(grid) // merge_size**2
+
+
+@dataclass(frozen=True)
+class ImagePlaceholder:
+    """The token that the chat template writes once per picture, and how often the model wants it."""
+
+    token: str
+    count: Callable[[Sequence[int], int], int] = merged_patches  # (grid, merge_size) -> tokens
+
+
+@dataclass(frozen=True)
+class AudioPlaceholder:
+    """The token that the chat template writes once per sound, and how often the model wants it."""
+
+    token: str
+    count: Callable[[int], int]  # mel frames -> tokens
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of checkpoints: which class loads them, what is never quantized, and how media become tokens."""
+
+    name: str
+    model_types: tuple[str, ...]  # values of config.json's model_type
+    model_class: str  # the transformers class that holds the language model and its towers
+    image: ImagePlaceholder | None = None
+    audio: AudioPlaceholder | None = None
+    token_types: bool = False  # whether the model computes positions from mm_token_type_ids (silently wrong without)
+    towers: tuple[str, ...] = ()  # regexes of module names, on disk and at run time, that are never quantized
+    other_models: tuple[str, ...] = ()  # on-disk prefixes of other models in the same checkpoint, copied as they are
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        present = {"text": True, "image": self.image is not None, "audio": self.audio is not None}
+        return frozenset(name for name, has in present.items() if has)
+
+    @property
+    def ignore(self) -> tuple[str, ...]:
+        """compressed-tensors `ignore` patterns. Regexes, because exact names differ between disk and run time."""
+        others = tuple(f"^{re.escape(prefix)}.*" for prefix in self.other_models)
+        return tuple(f"re:{pattern}" for pattern in (r".*lm_head", *self.towers, *others))
+
+
+def thinker_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that describes language model and towers: all of it, except in a full Omni checkpoint."""
+    inner: Mapping[str, Any] = config.get("thinker_config") or config
+    return inner
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that describes the language model: nested in new files, flat in old and text-only ones."""
+    outer = thinker_config(config)
+    inner: Mapping[str, Any] = outer.get("text_config") or outer
+    return inner

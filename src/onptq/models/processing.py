@@ -1,0 +1,245 @@
+"""From a prompt to the arguments of the model's forward, as the family's own transformers processor would make them.
+
+That processor itself is not used: it cannot be built without torchvision, and with torchvision it resamples pictures
+differently. Tokenizer, PIL image processor and Whisper feature extractor give the same result on every machine.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onptq.data.audio import read_audio
+from onptq.data.prompts import Media, Prompt
+from onptq.errors import OnPTQError
+from onptq.models.family import AUDIO, IMAGE, TEXT, Family, text_config, thinker_config
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One prompt: the keyword arguments of the model's forward, and what each of its tokens stands for."""
+
+    tensors: dict[str, Tensor]
+    modality: Tensor  # [P] int8: TEXT, IMAGE or AUDIO
+
+    @property
+    def input_ids(self) -> Tensor:  # [1, P]
+        return self.tensors["input_ids"]
+
+    @property
+    def length(self) -> int:
+        return int(self.modality.numel())
+
+
+@dataclass(frozen=True)
+class PromptProcessor:
+    """Turns prompts into model inputs, one at a time and never truncated."""
+
+    family: Family
+    tokenizer: Any
+    template: str | None  # without one, a prompt is the plain text of its messages
+    placeholders: Mapping[int, int]  # modality -> token id
+    context: int | None  # positions the model was made for
+    image_processor: Any = None
+    feature_extractor: Any = None
+
+    @classmethod
+    def from_folder(cls, folder: Path, family: Family, config: Mapping[str, Any]) -> PromptProcessor:
+        """Everything is read from the checkpoint's own files; `config` is its config.json."""
+        from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, WhisperFeatureExtractor
+
+        tokenizer = _load(AutoTokenizer, folder, "tokenizer.json, or vocab.json and merges.txt")
+        settings = "preprocessor_config.json or processor_config.json"
+        return cls(
+            family,
+            tokenizer,
+            _chat_template(folder, tokenizer),
+            dict(_placeholder_ids(family, tokenizer, thinker_config(config))),
+            context_length(config),
+            _load(Qwen2VLImageProcessorPil, folder, settings) if family.image else None,
+            _load(WhisperFeatureExtractor, folder, settings) if family.audio else None,
+        )
+
+    def __call__(self, prompt: Prompt) -> ModelInputs:
+        pictures, image_counts = self._see(prompt)
+        sounds, audio_counts = self._hear(prompt)
+        ids = self._expand(prompt, self._tokenize(prompt), {IMAGE: image_counts, AUDIO: audio_counts})
+        modality = torch.full_like(ids, TEXT, dtype=torch.int8)
+        for kind, placeholder in self.placeholders.items():
+            modality[ids == placeholder] = kind
+        tensors = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
+        if self.family.token_types:
+            tensors["mm_token_type_ids"] = (modality == IMAGE).long()[None]
+        return ModelInputs(tensors | pictures | sounds, modality)
+
+    def check_length(self, prompt: Prompt, length: int, max_new: int) -> None:
+        """Refuse a prompt whose `length` tokens and `max_new` more do not fit into the model's context."""
+        if self.context is not None and length + max_new > self.context:
+            raise OnPTQError(
+                f"prompt {prompt.id!r} is {length} tokens long and its response may take {max_new}: together more than "
+                f"the model's context of {self.context} (max_position_embeddings); expected a shorter prompt, smaller "
+                "pictures or a shorter response"
+            )
+
+    def _see(self, prompt: Prompt) -> tuple[dict[str, Tensor], list[int]]:
+        if not prompt.images:
+            return {}, []
+        if self.family.image is None:
+            raise _unsupported(prompt, "pictures", self.family)
+        seen = [self._patches(prompt, media) for media in prompt.images]
+        grids = torch.cat([one["image_grid_thw"] for one in seen])  # [images, 3]
+        counts = [self.family.image.count(grid, self.image_processor.merge_size) for grid in grids.tolist()]
+        return {"pixel_values": torch.cat([one["pixel_values"] for one in seen]), "image_grid_thw": grids}, counts
+
+    def _patches(self, prompt: Prompt, media: Media) -> Mapping[str, Tensor]:
+        from PIL import Image, ImageOps
+
+        name = _name(prompt, "picture", media)
+        try:
+            with Image.open(io.BytesIO(_read(name, media))) as file:
+                picture = ImageOps.exif_transpose(file).convert("RGB")
+            patches: Mapping[str, Tensor] = self.image_processor(images=[picture], return_tensors="pt")
+        except OnPTQError:
+            raise
+        except Exception as error:  # Pillow's decoders raise errors of every kind on broken files
+            raise OnPTQError(f"{name} cannot be read as a picture: {error}") from error
+        return patches
+
+    def _hear(self, prompt: Prompt) -> tuple[dict[str, Tensor], list[int]]:
+        if not prompt.audios:
+            return {}, []
+        if self.family.audio is None:
+            raise _unsupported(prompt, "sounds", self.family)
+        waves = [self._waveform(prompt, media) for media in prompt.audios]
+        # Padded as the model's processor pads, because the last frames look into the padding. Frames that the mask
+        # leaves out never reach the tower, so they are dropped here: they would be most of a short sound's 15 MB.
+        rate = self.feature_extractor.sampling_rate
+        heard = self.feature_extractor(
+            waves, sampling_rate=rate, padding="max_length", return_attention_mask=True, return_tensors="pt"
+        )
+        mask = heard["attention_mask"].long()  # [sounds, frames]
+        frames = mask.sum(-1).tolist()
+        counts = [self.family.audio.count(length) for length in frames]
+        for media, count in zip(prompt.audios, counts, strict=True):
+            if count < 1:
+                raise OnPTQError(f"{_name(prompt, 'sound', media)} is too short: it gives not one audio token")
+        features = heard["input_features"][..., : max(frames)]  # [sounds, mel bins, frames]
+        return {"input_features": features, "feature_attention_mask": mask[:, : max(frames)]}, counts
+
+    def _waveform(self, prompt: Prompt, media: Media) -> Any:
+        name, extractor = _name(prompt, "sound", media), self.feature_extractor
+        wave = read_audio(_read(name, media), name, extractor.sampling_rate)
+        if len(wave) > extractor.n_samples:
+            seconds, limit = len(wave) / extractor.sampling_rate, extractor.n_samples / extractor.sampling_rate
+            raise OnPTQError(f"{name} lasts {seconds:.1f} s; expected at most {limit:g} s, the longest the model takes")
+        return wave
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if self.template is None:
+            text = _plain_text(prompt)
+        else:
+            # The templates of text-only models take strings, and some drop a list of parts without a word.
+            flat = self.family.modalities == {"text"}
+            messages = [{**m, "content": _joined(m)} if flat else dict(m) for m in prompt.messages]
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # a template is a program of the checkpoint's author and may raise anything
+                raise OnPTQError(f"prompt {prompt.id!r}: the chat template refuses its messages: {error}") from error
+        # A template writes the beginning-of-text token itself.
+        ids: list[int] = self.tokenizer(text, add_special_tokens=self.template is None, verbose=False)["input_ids"]
+        if not ids:
+            raise OnPTQError(f"prompt {prompt.id!r} is empty; expected at least one token")
+        return ids
+
+    def _expand(self, prompt: Prompt, ids: list[int], counts: Mapping[int, list[int]]) -> Tensor:
+        """Repeat each placeholder as often as its picture or sound has tokens."""
+        kinds = {placeholder: kind for kind, placeholder in self.placeholders.items()}
+        for placeholder, kind in kinds.items():
+            found, expected = ids.count(placeholder), len(counts[kind])
+            if found != expected:
+                token = self.tokenizer.convert_ids_to_tokens(placeholder)
+                raise OnPTQError(
+                    f"prompt {prompt.id!r}: its text has {found} {token} placeholders for {expected} "
+                    f"{'pictures' if kind == IMAGE else 'sounds'}; expected one for each, written by the chat template"
+                )
+        left = {kind: iter(each) for kind, each in counts.items()}
+        expanded = [token for token in ids for _ in range(next(left[kinds[token]]) if token in kinds else 1)]
+        return torch.tensor(expanded)
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """Positions the language model takes: max_position_embeddings, or what a RoPE scaling extends it to."""
+    text = text_config(config)
+    limit = text.get("max_position_embeddings")
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    extended = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 0)
+    return None if limit is None else max(int(limit), int(extended))
+
+
+def _load(cls: Any, folder: Path, files: str) -> Any:
+    try:
+        return cls.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise OnPTQError(f"{folder} has no usable {files}: {error}") from error
+
+
+def _chat_template(folder: Path, tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    legacy = folder / "chat_template.json"  # of older processors; newer ones, too, prefer it to chat_template.jinja
+    if legacy.is_file():
+        template = json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template or None
+
+
+def _placeholder_ids(family: Family, tokenizer: Any, config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """Token ids by modality. Tokenizer and config.json must agree: the model looks for the id in its config."""
+    for kind, name, placeholder in ((IMAGE, "image", family.image), (AUDIO, "audio", family.audio)):
+        if placeholder is None:
+            continue
+        own = tokenizer.convert_tokens_to_ids(placeholder.token)
+        configured = config.get(f"{name}_token_id", config.get(f"{name}_token_index", own))
+        if own is None or own != configured:
+            raise OnPTQError(
+                f"the tokenizer has id {own} for {placeholder.token}, config.json's {name} token is {configured}; "
+                f"expected the same, as in every {family.name} checkpoint"
+            )
+        yield kind, own
+
+
+def _plain_text(prompt: Prompt) -> str:
+    if prompt.images or prompt.audios:
+        raise OnPTQError(f"prompt {prompt.id!r} has pictures or sounds: they need a chat template, this model has none")
+    return "\n".join(_joined(message) for message in prompt.messages)
+
+
+def _joined(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    parts: Iterable[Mapping[str, Any]] = [{"text": content}] if isinstance(content, str) else content
+    return "".join(part.get("text", "") for part in parts)
+
+
+def _name(prompt: Prompt, what: str, media: Media) -> str:
+    return f"prompt {prompt.id!r}: {what} {media.path or media.sha256[:12]}"
+
+
+def _read(name: str, media: Media) -> bytes:
+    try:
+        return media.read()
+    except OSError as error:
+        raise OnPTQError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _unsupported(prompt: Prompt, what: str, family: Family) -> OnPTQError:
+    takes = ", ".join(sorted(family.modalities))
+    return OnPTQError(f"prompt {prompt.id!r} has {what}, but a {family.name} model takes only: {takes}")

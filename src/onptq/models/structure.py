@@ -1,0 +1,107 @@
+"""Where the decoder, its blocks, their seven linears and their four foldable pairs are: found by structure, not by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from onptq.errors import OnPTQError
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+LINEARS = {name: ("self_attn", name) for name in ATTENTION} | {name: ("mlp", name) for name in MLP}
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder layer. Its linears stay reachable by name after they have been wrapped."""
+
+    index: int
+    module: nn.Module
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def owner(self, name: str) -> nn.Module:
+        parent = LINEARS[name][0] if name in LINEARS else None
+        return getattr(self.module, parent) if parent else self.module
+
+    def child(self, name: str) -> nn.Module:
+        child: nn.Module = getattr(self.owner(name), name)
+        return child
+
+    def replace(self, name: str, module: nn.Module) -> None:
+        setattr(self.owner(name), name, module)
+
+    def path(self, name: str) -> str:
+        """The name relative to the decoder, as checkpoints spell it: `layers.3.self_attn.q_proj`."""
+        return ".".join((f"layers.{self.index}", *LINEARS.get(name, (name,))))
+
+    @property
+    def width(self) -> int:
+        weight = self.child("q_proj").weight
+        return int(weight.shape[1])  # type: ignore[union-attr, index]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The language model inside a checkpoint's model: embeddings, rotary table, blocks, final norm and head."""
+
+    decoder: nn.Module
+    blocks: tuple[Block, ...]
+    head: nn.Linear
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        embedding: nn.Embedding = self.decoder.embed_tokens  # type: ignore[assignment]
+        return embedding
+
+
+def find_structure(model: nn.Module) -> Structure:
+    """The one module with token embeddings, rotary table, final norm and layers of seven linears; and the model's head."""
+    decoders = [module for module in model.modules() if _is_decoder(module)]
+    if len(decoders) != 1:
+        raise OnPTQError(
+            f"{type(model).__name__} has {len(decoders)} language models with q/k/v/o and gate/up/down linears in every layer; "
+            "expected exactly one (see docs/adding-a-family.md)"
+        )
+    decoder = decoders[0]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear):
+        raise OnPTQError(f"{type(model).__name__} has no linear output head; expected an autoregressive language model")
+    return Structure(decoder, tuple(_blocks(decoder)), head)
+
+
+def _is_decoder(module: nn.Module) -> bool:
+    if not all(hasattr(module, name) for name in ("embed_tokens", "rotary_emb", "norm", "layers")):
+        return False
+    layers = module.layers
+    return isinstance(layers, nn.ModuleList) and len(layers) > 0 and all(_is_block(layer) for layer in layers)
+
+
+def _is_block(layer: nn.Module) -> bool:
+    linears = all(
+        isinstance(getattr(getattr(layer, parent, None), name, None), nn.Linear) for parent, name in LINEARS.values()
+    )
+    return linears and all(hasattr(getattr(layer, norm, None), "weight") for norm in NORMS)
+
+
+def _blocks(decoder: nn.Module) -> Iterator[Block]:
+    for index, layer in enumerate(decoder.layers):  # type: ignore[arg-type]
+        attention = layer.self_attn
+        if getattr(attention, "sliding_window", None):
+            raise OnPTQError(
+                f"layer {index} uses sliding-window attention ({attention.sliding_window} tokens); "
+                "only full attention is supported, set use_sliding_window to false if the model allows it"
+            )
+        head_dim = attention.head_dim
+        yield Block(
+            index,
+            layer,
+            heads=attention.q_proj.out_features // head_dim,
+            kv_heads=attention.v_proj.out_features // head_dim,
+            head_dim=head_dim,
+        )

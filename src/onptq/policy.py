@@ -1,0 +1,110 @@
+"""D and Q in one: a single set of weights, wrapped so that it speaks as the dense or as the quantized policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from onptq.models.decoder import KVCache, Tokens, TreeCache, head_logits, run_blocks
+from onptq.models.encoding import EncodedPrompt, encode
+from onptq.models.structure import LINEARS, NORMS, find_structure
+from onptq.quantizer.folded import FoldedLinear, FoldedNorm
+from onptq.quantizer.modules import QuantLinear, QuantNorm, Switch
+from onptq.quantizer.theta import Theta
+from onptq.schemes import Scheme
+
+Side = Literal["D", "Q"]
+
+
+class Policy:
+    """pi_D and pi_Q over the same weights; `speaking` says, for a with-block, which of them answers."""
+
+    def __init__(
+        self, model: nn.Module, scheme: Scheme, *, storage: torch.dtype | None = None, eos: Sequence[int] = ()
+    ) -> None:
+        model.eval().requires_grad_(False)
+        self.model, self.scheme = model, scheme
+        self.structure = find_structure(model)
+        self.eos = frozenset(eos)
+        self.switch = Switch()
+        self.dtype, self.device = self.structure.embedding.weight.dtype, self.structure.embedding.weight.device
+        self.storage = storage or self.dtype
+        self._wrap()
+
+    @property
+    def blocks(self) -> int:
+        return len(self.structure.blocks)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.structure.head.weight.shape[0]
+
+    @contextmanager
+    def speaking(self, side: Side) -> Iterator[None]:
+        before, self.switch.quantized = self.switch.quantized, side == "Q"
+        try:
+            yield
+        finally:
+            self.switch.quantized = before
+
+    def attach(self, theta: Theta) -> None:
+        """Q becomes differentiable in theta: weights are fake-quantized in every forward."""
+        for module in self._modules():
+            module.attach(theta)
+
+    def freeze(self, theta: Theta, *, keep_dequantized: bool = False) -> None:
+        """Q becomes what will be deployed: integer codes, steps and folded gains."""
+        self.switch.keep_dequantized = keep_dequantized
+        for module in self._modules():
+            module.freeze(theta)
+
+    def folded(self) -> Iterator[tuple[str, FoldedLinear | FoldedNorm]]:
+        """Every folded piece with its name relative to the decoder, block by block, as the exporter wants them."""
+        for block in self.structure.blocks:
+            for name in (*NORMS, *LINEARS):
+                module = block.child(name)
+                assert isinstance(module, QuantLinear | QuantNorm)
+                assert module.folded is not None
+                yield block.path(name), module.folded
+
+    def encode(self, inputs: Mapping[str, Tensor], modality: Tensor, ordinal: int = 0) -> EncodedPrompt:
+        with self.speaking("D"):
+            return encode(self.model, self.structure, inputs, modality, ordinal)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.structure.embedding(ids)  # type: ignore[no-any-return]
+
+    def cache(self, batch: int, slots: int) -> KVCache:
+        return KVCache(self.structure, batch, slots, self.dtype, self.device)
+
+    def run(
+        self,
+        tokens: Tokens,
+        cache: KVCache | TreeCache | None = None,
+        observe: Callable[[int, Tensor], None] | None = None,
+        checkpointed: bool = False,
+    ) -> Tensor:
+        return run_blocks(self.structure, tokens, cache, observe, checkpointed)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return head_logits(self.structure, hidden)
+
+    def _wrap(self) -> None:
+        for block in self.structure.blocks:
+            for name in LINEARS:
+                linear = block.child(name)
+                assert isinstance(linear, nn.Linear)
+                block.replace(name, QuantLinear(linear, block, name, self.scheme, self.storage, self.switch))
+            for name in NORMS:
+                block.replace(name, QuantNorm(block.child(name), block, name, self.storage, self.switch))
+
+    def _modules(self) -> Iterator[QuantLinear | QuantNorm]:
+        for block in self.structure.blocks:
+            for name in (*NORMS, *LINEARS):
+                module = block.child(name)
+                assert isinstance(module, QuantLinear | QuantNorm)
+                yield module

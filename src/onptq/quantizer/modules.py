@@ -1,0 +1,146 @@
+"""The two kinds of module a policy swaps into each block. One set of weights, two policies: a switch says who speaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from onptq.models.structure import Block
+from onptq.quantizer.folded import FoldedLinear, FoldedNorm
+from onptq.quantizer.integer import cast_through, fake_quantize_activations
+from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out
+from onptq.quantizer.weights import dequantize, fake_quantize_weight, smoothed, weight_codes
+from onptq.schemes import Scheme
+
+
+@dataclass
+class Switch:
+    """Shared by every module of one policy."""
+
+    quantized: bool = False
+    keep_dequantized: bool = False  # hold Q's weights as floats between forwards: faster rollouts, more memory
+
+
+class QuantLinear(nn.Module):
+    """D: the linear as it came. Q: either live (differentiable in theta) or folded (integer codes)."""
+
+    def __init__(
+        self, linear: nn.Linear, block: Block, name: str, scheme: Scheme, storage: torch.dtype, switch: Switch
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.block, self.name, self.scheme, self.storage, self.switch = block, name, scheme, storage, switch
+        self.live: Theta | None = None
+        self.folded: FoldedLinear | None = None
+        self._dequantized: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.switch.quantized:
+            return F.linear(x, self.weight, self.bias)
+        weight, bias = self._live_weight(self.live) if self.live is not None else self._folded_weight()
+        if self.scheme.quantizes_activations:
+            x = fake_quantize_activations(x, self.scheme.activation_bits)
+        return F.linear(x, weight, bias)
+
+    def attach(self, theta: Theta) -> None:
+        self.live, self.folded, self._dequantized = theta, None, None
+
+    @torch.no_grad()
+    def freeze(self, theta: Theta) -> None:
+        self.live, self._dequantized = None, None
+        weight, bias, path = self._smoothed(theta), self._bias(theta), self.block.path(self.name)
+        bias = None if bias is None else bias.to(self.storage)
+        if self.scheme.quantizes_weights:
+            codes = weight_codes(weight, theta.ratio[path], theta.offset.get(path), self.scheme, self.storage)
+            self.folded = FoldedLinear(*codes, bias)
+        else:
+            self.folded = FoldedLinear(weight.to(self.storage), weight.new_ones(1, 1), None, bias)
+
+    def _live_weight(self, theta: Theta) -> tuple[Tensor, Tensor | None]:
+        path = self.block.path(self.name)
+        weight = fake_quantize_weight(
+            self._smoothed(theta),
+            theta.ratio[path],
+            theta.offset.get(path),
+            self.scheme,
+            self.storage,
+            self.weight.dtype,
+        )
+        bias = self._bias(theta)
+        return weight, None if bias is None else bias.to(self.weight.dtype)
+
+    def _folded_weight(self) -> tuple[Tensor, Tensor | None]:
+        folded = self.folded
+        if folded is None:
+            raise RuntimeError("the policy speaks as Q but no theta was attached or frozen")
+        weight, dtype = self._dequantized, self.weight.dtype
+        if weight is None:
+            if folded.codes.is_floating_point():
+                weight = folded.codes.to(dtype)
+            else:
+                weight = dequantize(folded.codes, folded.step, folded.zero, dtype)
+            if self.switch.keep_dequantized:
+                self._dequantized = weight
+        return weight, None if folded.bias is None else folded.bias.to(dtype)
+
+    def _smoothed(self, theta: Theta) -> Tensor:
+        return smoothed(
+            self.weight, log_scales_in(theta, self.block, self.name), log_scales_out(theta, self.block, self.name)
+        )
+
+    def _bias(self, theta: Theta) -> Tensor | None:
+        if self.bias is None:
+            return None
+        log_out = log_scales_out(theta, self.block, self.name)
+        return cast_through(self.bias.float() if log_out is None else self.bias.float() / log_out.exp(), self.storage)
+
+
+class QuantNorm(nn.Module):
+    """D: the norm as it came. Q: the same norm with its gain divided by s."""
+
+    def __init__(self, norm: nn.Module, block: Block, name: str, storage: torch.dtype, switch: Switch) -> None:
+        super().__init__()
+        self.norm = norm
+        self.block, self.name, self.storage, self.switch = block, name, storage, switch
+        self.live: Theta | None = None
+        self.folded: FoldedNorm | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        gain: Tensor = self.norm.weight  # type: ignore[assignment]
+        return gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.switch.quantized:
+            return self.norm(x)  # type: ignore[no-any-return]
+        if self.live is not None:
+            gain = self._gain(self.live)
+        elif self.folded is not None:
+            gain = self.folded.weight
+        else:
+            raise RuntimeError("the policy speaks as Q but no theta was attached or frozen")
+        return functional_call(self.norm, {"weight": gain.to(self.weight.dtype)}, (x,))  # type: ignore[no-any-return]
+
+    def attach(self, theta: Theta) -> None:
+        self.live, self.folded = theta, None
+
+    @torch.no_grad()
+    def freeze(self, theta: Theta) -> None:
+        self.live, self.folded = None, FoldedNorm(self._gain(theta).to(self.storage))
+
+    def _gain(self, theta: Theta) -> Tensor:
+        log_out = log_scales_out(theta, self.block, self.name)
+        assert log_out is not None
+        return cast_through(self.weight.float() / log_out.exp(), self.storage)

@@ -1,0 +1,130 @@
+"""theta: the calibration parameters. All of them fold; after folding nothing but integer codes and steps survives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from onptq.models.structure import LINEARS, Block
+from onptq.schemes import Scheme
+
+SMOOTHING_REACH = 1.5  # largest travel of a log-smoothing entry from where the calibration started
+RATIO_RANGE = (math.log(0.4), 0.0)  # log of the step ratio
+OFFSET_RANGE = (-0.5, 0.5)
+
+# (producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
+PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "norm_qkv": ("input_layernorm", ("q_proj", "k_proj", "v_proj")),
+    "norm_gate_up": ("post_attention_layernorm", ("gate_proj", "up_proj")),
+    "v_o": ("v_proj", ("o_proj",)),
+    "up_down": ("up_proj", ("down_proj",)),
+}
+PAIR_INTO = {consumer: pair for pair, (_, consumers) in PAIRS.items() for consumer in consumers}
+PAIR_OUT_OF = {producer: pair for pair, (producer, _) in PAIRS.items()}
+
+
+@dataclass
+class Theta:
+    """Log-smoothing per pair, log step ratio per weight row (or group), and optionally a rounding offset per weight."""
+
+    smoothing: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> [channels]
+    ratio: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> [O, G]
+    offset: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> [O, I]
+
+    @classmethod
+    def rtn(cls, blocks: Sequence[Block], scheme: Scheme, device: torch.device | str = "cpu") -> Theta:
+        """No smoothing and full range: plain round-to-nearest."""
+        theta = cls()
+        for block in blocks:
+            for pair in PAIRS:
+                theta.smoothing[pair_key(block, pair)] = torch.zeros(pair_width(block, pair), device=device)
+            for name in LINEARS:
+                rows, columns = block.child(name).weight.shape  # type: ignore[union-attr, misc]
+                groups = columns // scheme.group_size if scheme.group_size else 1
+                theta.ratio[block.path(name)] = torch.zeros(rows, groups, device=device)
+        return theta
+
+    def add_offsets(self, blocks: Sequence[Block], device: torch.device | str = "cpu") -> None:
+        for block in blocks:
+            for name in LINEARS:
+                weight = block.child(name).weight
+                self.offset.setdefault(block.path(name), torch.zeros(weight.shape, device=device))  # type: ignore[union-attr, arg-type]
+
+    def clone(self) -> Theta:
+        return Theta(*({key: value.detach().clone() for key, value in part.items()} for part in self._parts()))
+
+    def parameters(self) -> Iterator[Tensor]:
+        for part in self._parts():
+            yield from part.values()
+
+    def requires_grad_(self, requires: bool = True) -> Theta:
+        for parameter in self.parameters():
+            parameter.requires_grad_(requires)
+        return self
+
+    @torch.no_grad()
+    def project_(self, origin: Theta) -> None:
+        """Back into the trust region: zero-mean gauge and bounded travel of u, ratios and offsets inside their ranges.
+
+        A constant added to a pair's u changes nothing (row and token steps absorb it), so its mean is pinned.
+        """
+        for key, u in self.smoothing.items():
+            start = origin.smoothing[key]
+            u.sub_(u.mean()).clamp_(start - SMOOTHING_REACH, start + SMOOTHING_REACH)
+        for ratio in self.ratio.values():
+            ratio.clamp_(*RATIO_RANGE)
+        for offset in self.offset.values():
+            offset.clamp_(*OFFSET_RANGE)
+
+    def tensors(self) -> dict[str, Tensor]:
+        names = ("smoothing", "ratio", "offset")
+        parts = zip(names, self._parts(), strict=True)
+        return {f"{name}/{key}": value.detach().contiguous() for name, part in parts for key, value in part.items()}
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, Tensor]) -> Theta:
+        theta = cls()
+        for name, tensor in tensors.items():
+            part, key = name.split("/", 1)
+            getattr(theta, part)[key] = tensor
+        return theta
+
+    def save(self, path: Path) -> None:
+        save_file({name: tensor.cpu() for name, tensor in self.tensors().items()}, path)
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device | str = "cpu") -> Theta:
+        return cls.of_tensors(load_file(path, device=str(device)))
+
+    def _parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        return self.smoothing, self.ratio, self.offset
+
+
+def pair_key(block: Block, pair: str) -> str:
+    return f"layers.{block.index}.{pair}"
+
+
+def pair_width(block: Block, pair: str) -> int:
+    producer = PAIRS[pair][0]
+    weight = block.child(producer).weight
+    return int(weight.shape[0])  # type: ignore[union-attr, index]
+
+
+def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor:
+    """log s of a linear's input columns, [I]. Under GQA one scale per KV channel serves every query head of its group."""
+    u = theta.smoothing[pair_key(block, PAIR_INTO[name])]
+    if name == "o_proj":
+        u = u.view(block.kv_heads, 1, block.head_dim).expand(-1, block.heads // block.kv_heads, -1).reshape(-1)
+    return u
+
+
+def log_scales_out(theta: Theta, block: Block, name: str) -> Tensor | None:
+    """log s that divides what a norm, v_proj or up_proj emits; None where nothing is divided."""
+    pair = PAIR_OUT_OF.get(name)
+    return None if pair is None else theta.smoothing[pair_key(block, pair)]

@@ -1,0 +1,70 @@
+"""A weight under theta: smoothed, put on its grid, rounded. The training graph and the fold share every operation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onptq.quantizer.integer import FakeQuantize, cast_through, code_range, round_to_codes
+from onptq.schemes import Scheme
+
+
+def smoothed(weight: Tensor, log_in: Tensor, log_out: Tensor | None) -> Tensor:
+    """W' = diag(1 / s_out) W diag(s_in), fp32 [O, I]."""
+    weight = weight.float() * log_in.exp()
+    return weight if log_out is None else weight / log_out.exp()[:, None]
+
+
+def weight_grid(
+    weight: Tensor, log_ratio: Tensor, scheme: Scheme, storage: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Step [O, G, 1], already rounded to the dtype it is stored in, and zero point [O, G, 1] of weights [O, G, I / G]."""
+    low, high = code_range(scheme.weight_bits)
+    ratio = log_ratio.exp()[..., None]
+    if scheme.symmetric:
+        span = weight.abs().amax(dim=-1, keepdim=True) / high
+    else:
+        floor = weight.amin(dim=-1, keepdim=True).clamp(max=0)
+        span = (weight.amax(dim=-1, keepdim=True).clamp(min=0) - floor) / (high - low)
+    step = cast_through(ratio * span, storage)
+    step = torch.where(step == 0, torch.finfo(storage).eps, step)
+    if scheme.symmetric:
+        return step, None
+    return step, (low - ratio.detach() * floor.detach() / step.detach()).round().clamp(low, high)
+
+
+def fake_quantize_weight(
+    weight: Tensor, log_ratio: Tensor, offset: Tensor | None, scheme: Scheme, storage: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """Differentiable: smoothed fp32 weight [O, I] to what the deployed linear multiplies with, in the compute dtype."""
+    if not scheme.quantizes_weights:
+        return cast_through(weight, storage).to(dtype)
+    grouped, offset = _grouped(weight, log_ratio), None if offset is None else _grouped(offset, log_ratio)
+    step, zero = weight_grid(grouped, log_ratio, scheme, storage)
+    shift = offset if zero is None else zero if offset is None else offset + zero
+    out: Tensor = FakeQuantize.apply(grouped, step, shift, zero, scheme.weight_bits, dtype)  # type: ignore[no-untyped-call]
+    return out.view_as(weight)
+
+
+@torch.no_grad()
+def weight_codes(
+    weight: Tensor, log_ratio: Tensor, offset: Tensor | None, scheme: Scheme, storage: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same as integers: codes int8 [O, I], step [O, G] in the storage dtype, zero point int8 [O, G] or None."""
+    grouped, offset = _grouped(weight, log_ratio), None if offset is None else _grouped(offset, log_ratio)
+    step, zero = weight_grid(grouped, log_ratio, scheme, storage)
+    shift = offset if zero is None else zero if offset is None else offset + zero
+    codes = round_to_codes(grouped, step, scheme.weight_bits, shift).to(torch.int8).view_as(weight)
+    return codes, step[..., 0].to(storage), None if zero is None else zero[..., 0].to(torch.int8)
+
+
+def dequantize(codes: Tensor, step: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(codes - zero) * step in the compute dtype, [O, I]."""
+    grouped = codes.to(dtype).view(*step.shape, -1)
+    if zero is not None:
+        grouped = grouped - zero.to(dtype)[..., None]
+    return (grouped * step.to(dtype)[..., None]).view_as(codes)
+
+
+def _grouped(matrix: Tensor, log_ratio: Tensor) -> Tensor:
+    return matrix.reshape(*log_ratio.shape, -1)

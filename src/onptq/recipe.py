@@ -1,0 +1,368 @@
+"""The run's configuration: typed, frozen, unknown fields refused, with presets light, default, best and paper."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from onptq.errors import OnPTQError
+from onptq.schemes import Scheme
+
+PRESETS = ("light", "default", "best", "paper")
+
+# What a method's name says about other fields; a recipe that says otherwise contradicts itself.
+IMPLIED: Mapping[str, Mapping[str, Any]] = {
+    "onptq": {},
+    "static": {"calibrate.gamma": 0.0},
+    "rtn": {"rounds": 0, "init": "rtn"},
+}
+
+_inside_recipe: ContextVar[bool] = ContextVar("inside_recipe", default=False)
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("Input should be a valid number")
+    return value
+
+
+# YAML 1.1 reads 1e-3 as text, so numbers may also come as text; true and false are never numbers.
+Real = Annotated[float, BeforeValidator(_refuse_bool)]
+
+
+class Config(BaseModel):
+    """Shared rules: frozen, no unknown fields, finite numbers, and errors a user can read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if _inside_recipe.get():  # the recipe itself explains, so that errors of all sections are shown together
+            return handler(data)
+        token = _inside_recipe.set(True)
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise OnPTQError(_explain(error, cls)) from None
+        finally:
+            _inside_recipe.reset(token)
+
+
+class DataConfig(Config):
+    """Which prompts calibrate and which are held out."""
+
+    prompts: StrictInt = Field(default=128, ge=1, description="calibration prompts, the first of the manifest")
+    holdout: StrictInt = Field(default=16, ge=0, description="held-out prompts that choose the best iterate")
+    holdout_share: Real = Field(
+        default=0.125,
+        ge=0,
+        le=0.5,
+        description="largest share of the manifest held out when it has no spare prompts beyond `prompts`",
+    )
+
+
+class FollowConfig(Config):
+    """Follow: the quantized model's own greedy rollouts."""
+
+    max_tokens: StrictInt = Field(default=64, ge=1, description="T: most response tokens per prompt")
+
+
+class BranchConfig(Config):
+    """Branch: both tokens of an eroded decision are forced and continued."""
+
+    horizon: StrictInt = Field(default=4, ge=1, description="H: states compared along the two forced branches")
+    eos_as_max: StrictBool = Field(
+        default=False, description="ablation: a forced end-of-sequence counts as the largest consequence, not as none"
+    )
+
+
+class RiskConfig(Config):
+    """Risk: erosion_weight * e_t * (1 + lambda_b * A_t) + eta * j_t."""
+
+    divergence: Literal["js", "kl"] = Field(default="js", description="divergence of both j_t and A_t")
+    erosion_weight: Real = Field(default=1.0, ge=0, description="weight of the erosion term e_t; 0 removes it")
+    branch_weight: Real = Field(default=1.0, ge=0, description="lambda_b: weight of the branch consequence A_t")
+    divergence_weight: Real = Field(default=1.0, ge=0, description="eta: weight of the divergence j_t")
+    near_miss_tol: Real = Field(default=0.0, ge=0, description="erosion up to this is no near miss (logits)")
+
+
+class SelectConfig(Config):
+    """Select: the critical set and its weights."""
+
+    rule: Literal["risk", "all", "mismatch", "mismatch_near_miss", "consequence", "random"] = Field(
+        default="risk", description="which states become critical: by risk, or one of the ablations"
+    )
+    budget: StrictInt = Field(default=256, ge=1, description="K_c: size of the critical set")
+    per_prompt: StrictInt | None = Field(
+        default=None, ge=1, description="k states of every prompt instead of a global top K_c"
+    )
+    weights: Literal["risk", "uniform"] = Field(default="risk", description="w: proportional to risk, or all equal")
+
+
+class CalibrateConfig(Config):
+    """Calibrate: anchor loss + gamma * loss of the critical states, over the foldable parameters theta."""
+
+    gamma: Real = Field(default=0.2, ge=0, description="gamma: weight of the critical states beside the anchor")
+    anchor: Real = Field(default=1.0, ge=0, description="weight of the anchor on the prompt; 0 removes it")
+    hidden: Real = Field(default=1.0, ge=0, description="weight of the hidden-state error; 0 removes it")
+    pair: Real = Field(default=1.0, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")
+    response: Real = Field(default=1.0, ge=0, description="weight of the response KL; 0 removes it")
+    normalize: Literal["energy", "none"] = Field(
+        default="energy", description="divide each block's error by its dense energy; none is the paper's literal loss"
+    )
+    modality_balanced: StrictBool = Field(
+        default=False, description="anchor: every modality counts alike, however many tokens it has"
+    )
+    epochs: StrictInt = Field(default=4, ge=1, description="passes over the calibration prompts per round")
+    batch: StrictInt = Field(default=8, ge=1, description="prompts per optimizer step")
+    micro_batch: StrictInt = Field(default=4, ge=1, description="prompts per forward, at most `batch`")
+    lr_smoothing: Real = Field(default=2e-3, ge=0, description="learning rate of the log-smoothing vectors")
+    lr_step: Real = Field(default=5e-3, ge=0, description="learning rate of the per-row step ratios")
+    lr_rounding: Real | None = Field(
+        default=None, ge=0, description="learning rate of the rounding offsets; null is 0.5 / steps"
+    )
+    rounding: StrictBool = Field(default=False, description="learn rounding offsets too")
+    keep: Literal["best", "last"] = Field(default="best", description="iterate to keep; best is by held-out prompts")
+    evaluations: StrictInt = Field(default=4, ge=1, description="held-out evaluations per round")
+    checkpointing: StrictBool = Field(default=True, description="recompute activations in backward to save memory")
+
+
+class ComputeConfig(Config):
+    """Where and how it is computed."""
+
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="compute type; auto is float32 on a CPU and bfloat16 on a GPU"
+    )
+    batch_tokens: StrictInt = Field(default=16384, ge=1, description="padded tokens per forward")
+    cache_gib: Real | None = Field(
+        default=None, ge=0, description="memory for kept prefixes in GiB; null is a share of what is free"
+    )
+
+
+class Recipe(Config):
+    """Everything that decides a run's result, besides the model and the prompts."""
+
+    scheme: str = Field(default="W4A8", description="number format: W4A16, W8A8, W4A8, W4A6, any WbAb, -gN, -asym")
+    method: Literal["onptq", "static", "rtn"] = Field(
+        default="onptq", description="static is the control with gamma 0; rtn rounds to nearest and learns nothing"
+    )
+    init: Literal["search", "rtn"] = Field(default="search", description="theta^(0): searched, or plain rounding")
+    rounds: StrictInt = Field(default=2, ge=0, description="R: rounds of Follow, Compare, Branch, Calibrate")
+    refresh: StrictBool = Field(default=True, description="take new rollouts each round, not those of the first")
+    seed: StrictInt = Field(default=0, ge=0, lt=2**63, description="orders prompts and draws the random selection")
+    data: DataConfig = DataConfig()
+    follow: FollowConfig = FollowConfig()
+    branch: BranchConfig = BranchConfig()
+    risk: RiskConfig = RiskConfig()
+    select: SelectConfig = SelectConfig()
+    calibrate: CalibrateConfig = CalibrateConfig()
+    compute: ComputeConfig = ComputeConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_method(cls, data: Any) -> Any:
+        return _with_implied(data) if isinstance(data, Mapping) else data
+
+    @field_validator("scheme")
+    @classmethod
+    def _normalise_scheme(cls, text: str) -> str:
+        try:
+            return str(Scheme.parse(text))
+        except OnPTQError as error:
+            raise ValueError(str(error)) from None
+
+    @classmethod
+    def preset(cls, name: str = "default", overrides: Mapping[str, Any] | Iterable[str] = ()) -> Recipe:
+        """A named preset, changed by `overrides`: a mapping (nested or dotted), or texts such as "branch.horizon=8"."""
+        if name not in PRESETS:
+            raise OnPTQError(f"unknown preset {name!r}{_did_you_mean(name, PRESETS)}; valid: {', '.join(PRESETS)}")
+        text = resources.files("onptq").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
+        return cls.model_validate(_override(yaml.safe_load(text), overrides))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Recipe:
+        """A recipe file, or the `onptq/recipe.yaml` of a run, changed by `overrides` as in `preset`."""
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise OnPTQError(f"cannot read the recipe {path}: {error}") from error
+        if not isinstance(data, Mapping):
+            raise OnPTQError(f"the recipe {path} must be a YAML mapping of fields, got {type(data).__name__}")
+        if isinstance(data.get("recipe"), Mapping):  # a run's record: the recipe beside versions and hashes
+            data = data["recipe"]
+        return cls.model_validate(_override(data, overrides))
+
+    def with_overrides(self, overrides: Mapping[str, Any] | Iterable[str]) -> Recipe:
+        """A changed copy, validated like any other recipe."""
+        return type(self).model_validate(_override(self.model_dump(), overrides))
+
+    def to_yaml(self, *, comments: bool = False) -> str:
+        """Every field with its value, and with `comments` what it means."""
+        if comments:
+            return "\n".join(_commented(self)) + "\n"
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Read "branch.horizon=8" as ("branch.horizon", 8); the value is YAML."""
+    path, equals, value = (part.strip() for part in text.partition("="))
+    if not (path and equals and value):
+        raise OnPTQError(f"cannot read the override {text!r}: expected field=value, e.g. branch.horizon=8")
+    try:
+        return path, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise OnPTQError(f"cannot read the value of the override {text!r} as YAML: {error}") from error
+
+
+def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Each leaf that differs, as "dotted.path: old -> new"."""
+    old, new = flatten(a), flatten(b)
+    return [
+        f"{path}: {_shown(old, path)} -> {_shown(new, path)}"
+        for path in dict.fromkeys((*old, *new))
+        if path not in old or path not in new or old[path] != new[path]
+    ]
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    leaves: dict[str, Any] = {}
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            leaves.update(flatten(value, f"{prefix}{name}."))
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
+def _shown(leaves: Mapping[str, Any], path: str) -> str:
+    return repr(leaves[path]) if path in leaves else "(absent)"
+
+
+def _override(base: Mapping[str, Any], overrides: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
+    if isinstance(overrides, str):
+        overrides = [overrides]
+    pairs = flatten(overrides).items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
+    changes = dict(pairs)
+    result = copy.deepcopy(dict(base))
+    old_method = result.get("method", "onptq")
+    if changes.get("method", old_method) != old_method:  # what the base said about either method no longer holds
+        for method in (old_method, changes["method"]):
+            for path in IMPLIED.get(method, {}) if isinstance(method, str) else ():
+                _remove(result, path)
+    for path, value in changes.items():
+        if value != {}:  # an empty section changes nothing
+            _put(result, path, value)
+    return result
+
+
+def _put(data: dict[str, Any], path: str, value: Any) -> None:
+    *sections, leaf = path.split(".")
+    for depth, section in enumerate(sections):
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise OnPTQError(f"cannot set {path!r}: {'.'.join(sections[: depth + 1])} is {data!r}, not a section")
+    data[leaf] = value
+
+
+def _remove(data: dict[str, Any], path: str) -> None:
+    *sections, leaf = path.split(".")
+    for section in sections:
+        data = data.get(section, {})
+        if not isinstance(data, dict):
+            return
+    data.pop(leaf, None)
+
+
+def _with_implied(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Write what the method implies into the fields it implies; refuse a field that says otherwise."""
+    method = data.get("method")
+    result = {
+        name: value.model_dump(exclude_unset=True) if isinstance(value, Config) else copy.deepcopy(value)
+        for name, value in data.items()
+    }
+    given = flatten(result)
+    for path, value in IMPLIED.get(method, {}).items() if isinstance(method, str) else ():
+        if path not in given:
+            _put(result, path, value)
+        elif given[path] != value:
+            raise OnPTQError(
+                f"method={method} means {path}={value}, but {path}={given[path]} was given: "
+                f"leave {path} out or choose another method ({', '.join(IMPLIED)})"
+            )
+    return result
+
+
+def _commented(config: Config, indent: str = "") -> Iterator[str]:
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            yield f"{indent}{name}:  # {type(value).__doc__}"
+            yield from _commented(value, indent + "  ")
+        else:
+            line = indent + yaml.safe_dump({name: value}).strip()
+            yield f"{line:<28} # {field.description}"
+
+
+def _explain(error: ValidationError, model: type[Config]) -> str:
+    lines = [_explain_one(dict(item), model) for item in error.errors(include_url=False)]
+    return "invalid recipe: " + lines[0] if len(lines) == 1 else "invalid recipe:\n  " + "\n  ".join(lines)
+
+
+def _explain_one(item: Mapping[str, Any], model: type[Config]) -> str:
+    *sections, name = [str(part) for part in item["loc"]] or [""]
+    for section in sections:
+        model = type(model.model_fields[section].default)
+    prefix = "".join(f"{section}." for section in sections)
+    path, given, field = prefix + name, item["input"], model.model_fields.get(name)
+    if item["type"] == "extra_forbidden":
+        leaf = next(iter(flatten({path: given})))  # brnch.horizon rather than brnch, so that branch.horizon is found
+        hint = _did_you_mean(leaf, (*_leaves(model, prefix), *_leaves(Recipe)))
+        return f"unknown field {leaf!r}{hint}; valid fields{_of(sections)}: {', '.join(model.model_fields)}"
+    if item["type"] == "model_type" and field is not None:
+        return f"{path} = {given!r}: expected a section with the fields {', '.join(type(field.default).model_fields)}"
+    if item["type"] == "string_pattern_mismatch" and field is not None:
+        return f"{path} = {given!r}: expected {field.description}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    optional = " or null" if field is not None and field.default is None else ""
+    return f"{path} = {given!r}: {message[:1].lower()}{message[1:]}{optional}"
+
+
+def _of(sections: list[str]) -> str:
+    return f" of {'.'.join(sections)}" if sections else ""
+
+
+def _leaves(model: type[Config], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, Config):
+            yield from _leaves(type(field.default), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _did_you_mean(given: str, valid: Iterable[str]) -> str:
+    names = list(dict.fromkeys(valid))
+    same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == given.rsplit(".", 1)[-1]]
+    close = same_leaf or difflib.get_close_matches(given, names, n=1, cutoff=0.6)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -1,0 +1,265 @@
+"""A run is a folder: what it is (`onptq/recipe.yaml`), every step's files written whole or not at all, and a log."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from onptq.errors import OnPTQError
+from onptq.recipe import difference
+
+HOME = "onptq"  # what the run says about itself; the checkpoint lies beside it
+RECORD = "recipe.yaml"
+SUMMARY = "summary.json"
+LOG = "log.jsonl"
+LOCK = ".lock"
+TEMPORARY = ".onptq-tmp-"
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+class Run:
+    """An open run. Only one process has it; closing it (or ending) lets the next one in."""
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        self.folder = folder
+        self._unlock = weakref.finalize(self, os.close, lock)
+
+    @classmethod
+    def open(cls, path: str | Path, identity: Mapping[str, Any], *, warn: Callable[[str], None] | None = None) -> Run:
+        """Begin the run in `path`, or continue it if it was begun with the same identity.
+
+        `identity` is plain data: recipe, model (source, sha256), prompts (source, sha256, count), versions, seeds.
+        Everything in it decides whether two runs are the same, except `versions` (told to `warn`) and every `source`.
+        """
+        folder = Path(path)
+        try:
+            _recorded(folder, identity)  # before anything is created
+            (folder / HOME).mkdir(parents=True, exist_ok=True)
+            run = cls(folder, _lock(folder))
+        except OSError as error:
+            raise OnPTQError(f"cannot use {folder} for the run: {error.strerror or error}") from error
+        try:
+            run._begin(_recorded(folder, identity), identity, warn)  # asked again: nobody else changes it from here on
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def _begin(
+        self, recorded: Mapping[str, Any] | None, identity: Mapping[str, Any], warn: Callable[[str], None] | None
+    ) -> None:
+        with explained(self.folder):
+            for stale in (*self.folder.glob(f"{TEMPORARY}*"), *self.file().rglob(f"{TEMPORARY}*")):
+                stale.unlink()
+            _drop_torn_line(self.file(LOG))
+        if recorded is None:
+            with self.writing(RECORD) as temporary:
+                temporary.write_text(yaml.safe_dump(_plain(identity), sort_keys=False), encoding="utf-8")
+        versions = _plain(identity).get("versions") or {}
+        self.log("open", resumed=recorded is not None, versions=versions)
+        changed = difference(recorded.get("versions") or {}, versions) if recorded is not None else []
+        if changed:
+            text = "this run was begun with other versions, so its end may differ: " + "; ".join(changed)
+            self.log("warning", text=text)
+            if warn is not None:
+                warn(text)
+
+    def file(self, *parts: str) -> Path:
+        return self.folder.joinpath(HOME, *parts)
+
+    def has(self, *parts: str) -> bool:
+        return self.file(*parts).exists()
+
+    @property
+    def finished(self) -> bool:
+        return self.has(SUMMARY)
+
+    @contextmanager
+    def writing(self, *parts: str) -> Iterator[Path]:
+        """Write to the path given; the file appears under its name once whole, and never otherwise."""
+        with atomically(self.file(*parts)) as temporary:
+            yield temporary
+
+    def write_json(self, value: Any, *parts: str) -> None:
+        with self.writing(*parts) as temporary:
+            temporary.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
+
+    def read_json(self, *parts: str) -> Any:
+        return json.loads(self.file(*parts).read_text(encoding="utf-8"))
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Append one line to the log."""
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = to_json({"time": time, "event": event, **fields}) + "\n"
+        with explained(self.file(LOG)), self.file(LOG).open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The log so far; a last line that a kill cut short is left out."""
+        if self.has(LOG):
+            with self.file(LOG).open(encoding="utf-8", errors="replace") as file:
+                yield from (json.loads(line) for line in file if line.endswith("\n"))
+
+    def close(self) -> None:
+        self._unlock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def atomically(target: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `target` that replaces it, synced to disk, if the block succeeds."""
+    temporary = target.with_name(f"{TEMPORARY}{os.getpid()}-{target.name}")  # keeps the suffix: some writers look at it
+    try:
+        with explained(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            _sync(temporary)
+            target.write_bytes(temporary.read_bytes())
+            _sync(target.parent)
+    finally:
+        with suppress(OSError):  # on a disk gone read-only, the first error is the one to show
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def explained(target: Path) -> Iterator[None]:
+    """Turn a full or forbidden disk, however the writer reports it, into an error that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OnPTQError) or _disk_error(error) not in DISK_ERRORS:
+            raise
+        raise OnPTQError(
+            f"cannot write {target}: {error} ({_free(target)} free there). Finished steps are kept; "
+            "once this is mended the same command continues after the last of them"
+        ) from error
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: paths as text, arrays and tensors as numbers, NaN and infinity as null."""
+    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _recorded(folder: Path, identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The identity of the run in `folder`, None if there is no run; refuse what is not ours or not the same."""
+    record = folder / HOME / RECORD
+    if not record.exists():
+        if folder.exists() and not _untouched(folder):
+            raise OnPTQError(f"{folder} is not empty and not a run (no {HOME}/{RECORD}): choose another --out")
+        return None
+    try:
+        there = yaml.safe_load(record.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise OnPTQError(f"cannot read {record}, which says what the run is: {error}") from error
+    if not isinstance(there, Mapping):
+        raise OnPTQError(f"cannot read {record}, which says what the run is: expected a mapping")
+    differences = difference(_decisive(there), _decisive(_plain(identity)))
+    if differences:
+        raise OnPTQError(
+            f"{folder} holds another run (there -> here):\n  "
+            + "\n  ".join(differences)
+            + "\nUse another --out, or the same settings to continue that run. Nothing was changed"
+        )
+    return there
+
+
+def _untouched(folder: Path) -> bool:
+    """Whether `folder` is empty, or holds only what a run killed in its first moment leaves."""
+    home = folder / HOME
+    if not folder.is_dir() or any(item != home for item in folder.iterdir()):
+        return False
+    return not home.exists() or (
+        home.is_dir() and all(item.name == LOCK or item.name.startswith(TEMPORARY) for item in home.iterdir())
+    )
+
+
+def _decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal for a run to be continued: where the inputs lie and who computes may change."""
+    return {
+        name: {key: item for key, item in value.items() if key != "source"} if isinstance(value, Mapping) else value
+        for name, value in identity.items()
+        if name != "versions"
+    }
+
+
+def _lock(folder: Path) -> int:
+    lock = os.open(folder / HOME / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise OnPTQError(f"{folder} is in use by another process: wait for it, or choose another --out") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            os.close(lock)
+            raise
+        # A file system without locks: the run still works, only nobody is kept out.
+    return lock
+
+
+def _drop_torn_line(log: Path) -> None:
+    if log.exists():
+        whole = log.read_bytes().rfind(b"\n") + 1
+        if whole != log.stat().st_size:
+            os.truncate(log, whole)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _disk_error(error: Exception) -> int | None:
+    """The operating system's error number; safetensors gives it only in words."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
+
+
+def _free(path: Path) -> str:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    free = float(shutil.disk_usage(path).free)
+    for unit in ("B", "KiB", "MiB"):
+        if free < 1024:
+            return f"{free:.0f} {unit}"
+        free /= 1024
+    return f"{free:.1f} GiB"

@@ -1,0 +1,143 @@
+"""Small checkpoints of the real architectures with random weights: an ordinary folder, and prompts to go with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onptq.errors import OnPTQError
+from onptq.models import FAMILIES
+from onptq.zoo.configs import Dims, model_config, preprocessor_config
+from onptq.zoo.media import write_prompts
+from onptq.zoo.tokens import LLAMA, OMNI, QWEN, TokenSet, write_tokenizer
+
+LOGIT_STD = 2.5  # flatter, and every state is a tie; steeper, and no rounding changes a decision
+# Attention peaked enough that it is no average of noise; residual updates small enough that 4 bits flip a fifth of the
+# greedy tokens rather than most.
+GAINS = {"q_proj": 1.4, "k_proj": 1.4, "o_proj": 0.7, "down_proj": 0.4}
+OUTLIER_EVERY = 32  # one norm channel in so many is an outlier
+
+PLACEHOLDERS = {"<|image_pad|>", "<|video_pad|>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"}
+TOKENS = {"qwen2.5-omni": OMNI, "llama": LLAMA}
+WHOLE = {"qwen2.5-omni": "Qwen2_5OmniForConditionalGeneration"}  # where the checkpoint holds more than the family loads
+
+
+def write_random(
+    family: str,
+    folder: Path,
+    *,
+    prompts: int = 16,
+    seed: int = 0,
+    layers: int = 2,
+    hidden: int = 256,
+    ffn: int = 512,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 1024,
+    image_size: int = 112,
+    tie: bool = False,
+    dtype: str = "bfloat16",
+    outliers: float = 0.0,
+) -> Path:
+    """Write a checkpoint of `family` and its prompts.jsonl into `folder`, the same bytes for the same arguments.
+
+    Greedy responses vary and seldom end early, and rounding the weights to 4 bits changes some of their tokens.
+    `outliers` multiplies a few channels of the norms before the linears by 1 + outliers, as in trained models.
+    A `vocab` beyond what the tokenizer knows leaves ids that the model may write but nobody can spell.
+    """
+    tokens = TOKENS.get(family, QWEN)
+    dims = Dims(layers, hidden, ffn, heads, kv_heads, vocab, tie, dtype)
+    _validate(family, dims, len(tokens.special))
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = write_tokenizer(folder, tokens, vocab)
+    _write_json(folder / "config.json", model_config(family, dims, ids))
+    _write_json(folder / "generation_config.json", _generation(tokens, ids))
+    modalities = FAMILIES[family].modalities
+    if "image" in modalities:
+        _write_json(folder / "preprocessor_config.json", preprocessor_config(family, "audio" in modalities))
+    _write_weights(folder, family, dims, _silent(tokens, ids, tie), seed, outliers)
+    write_prompts(folder, modalities, prompts, image_size, seed)
+    return folder
+
+
+def _validate(family: str, dims: Dims, special: int) -> None:
+    if family not in FAMILIES:
+        raise OnPTQError(f"unknown family {family!r}: expected one of {', '.join(FAMILIES)}")
+    if dims.hidden != dims.heads * dims.head_dim or dims.head_dim % 32 != 0 or dims.heads % dims.kv_heads != 0:
+        raise OnPTQError(
+            f"hidden {dims.hidden} with {dims.heads} heads and {dims.kv_heads} KV heads: expected heads that are a "
+            "multiple of 32 wide, and the same number of them for each KV head"
+        )
+    if dims.vocab < 256 + special:
+        raise OnPTQError(f"vocab {dims.vocab}: expected at least {256 + special}, for the bytes and the special tokens")
+
+
+def _generation(tokens: TokenSet, ids: Mapping[str, int]) -> dict[str, Any]:
+    stops = [ids[token] for token in tokens.stops]
+    bos = {"bos_token_id": ids[tokens.bos]} if tokens.bos else {}
+    return bos | {"eos_token_id": stops, "pad_token_id": ids[tokens.pad], "do_sample": False}
+
+
+def _silent(tokens: TokenSet, ids: Mapping[str, int], tie: bool) -> list[int]:
+    """Tokens that no response may contain, by rows of zeros in the head. Where the head is also the embedding only the
+    placeholders, whose embeddings are never read: another token without an embedding would be a hole in the prompt."""
+    silent = PLACEHOLDERS if tie else set(tokens.special) - set(tokens.stops)
+    return sorted(ids[token] for token in silent & set(tokens.special))
+
+
+def _write_weights(folder: Path, family: str, dims: Dims, silent: Sequence[int], seed: int, outliers: float) -> None:
+    from safetensors.torch import save_file
+
+    weights = {}
+    for name, shape in _shapes(folder, WHOLE.get(family, FAMILIES[family].model_class)).items():
+        if dims.tie and name.endswith("lm_head.weight"):
+            continue
+        weight = _draw(name, shape, dims, seed)
+        if name.endswith("embed_tokens.weight" if dims.tie else "lm_head.weight") and shape[1] == dims.hidden:
+            weight[list(silent)] = 0
+        if outliers and name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
+            weight[::OUTLIER_EVERY] *= 1 + outliers
+        weights[name] = weight.to(getattr(torch, dims.dtype))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _shapes(folder: Path, model_class: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as the transformers class saves them; without weights, so that size costs nothing here."""
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = transformers.AutoConfig.from_pretrained(str(folder))
+    with torch.device("meta"):
+        model = getattr(transformers, model_class)(config)
+    on_disk = revert_weight_conversion(model, model.state_dict())
+    return {name: tuple(on_disk[name].shape) for name in sorted(on_disk)}
+
+
+def _draw(name: str, shape: tuple[int, ...], dims: Dims, seed: int) -> Tensor:
+    """Values that depend on seed and name alone, scaled so that every part of the model has a say in the logits."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    normal = torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:6], "big")))
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return 1.4 + 0.1 * normal
+    if dims.tie and name.endswith("model.norm.weight"):
+        # A head that is also the embedding would answer every token with itself; random signs take that apart.
+        return normal.sign() * LOGIT_STD / math.sqrt(dims.hidden)
+    if len(shape) == 1:
+        return 0.1 * normal if name.endswith("bias") else 1 + 0.1 * normal
+    if name.endswith("lm_head.weight"):
+        return normal * LOGIT_STD / math.sqrt(shape[1])
+    if "embed" in name and "proj" not in name:
+        return normal
+    gain = next((gain for linear, gain in GAINS.items() if name.endswith(f"{linear}.weight")), 1.0)
+    return normal * gain / math.sqrt(math.prod(shape[1:]))
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

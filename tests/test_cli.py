@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import onptq
+from onptq.cli import app, quantize
+from onptq.recipe import Recipe
+
+FORBIDDEN = ("torch", "transformers", "pydantic", "pyarrow", "numpy", "yaml", "PIL")
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_help_loads_nothing_heavy() -> None:
+    source = (
+        "import sys\nfrom onptq.cli import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "import json; print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    modules = json.loads(done.stdout.splitlines()[-1])
+    assert "quantize" in done.stdout
+    assert [name for name in FORBIDDEN if name in modules] == []
+
+
+def test_the_package_lists_its_api_without_importing_it() -> None:
+    source = "import sys, onptq; dir(onptq); onptq.Scheme; print('torch' in sys.modules, 'pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+    assert set(onptq.__all__) <= set(dir(onptq))
+    assert onptq.Recipe is Recipe
+    with pytest.raises(AttributeError, match="quantise"):
+        onptq.quantise  # noqa: B018
+
+
+def test_version() -> None:
+    result = call("--version")
+    assert (result.exit_code, result.stdout.strip()) == (0, onptq.__version__)
+
+
+def test_recipe_prints_what_the_preset_and_changes_resolve_to() -> None:
+    result = call("recipe", "--preset", "paper", "--set", "method=static", "--set", "branch.horizon=8")
+    assert result.exit_code == 0
+    expected = Recipe.preset("paper", ["method=static", "branch.horizon=8"])
+    assert yaml.safe_load(result.stdout) == expected.model_dump()
+
+
+def test_recipe_reads_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("rounds: 5\n")
+    result = call("recipe", "--recipe", tmp_path / "mine.yaml", "--set", "seed=2")
+    assert yaml.safe_load(result.stdout) == Recipe(rounds=5, seed=2).model_dump()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--preset", "papper"], "did you mean paper?"),
+        (["--set", "branch.horizn=8"], "did you mean branch.horizon?"),
+        (["--set", "branch.horizon"], "expected field=value"),
+        (["--set", "method=static", "--set", "calibrate.gamma=1"], "method=static means calibrate.gamma=0.0"),
+        (["--recipe", "nowhere.yaml"], "nowhere.yaml"),
+        (["--recipe", "nowhere.yaml", "--preset", "paper"], "one of --preset and --recipe"),
+    ],
+)
+def test_an_invalid_recipe_exits_2_with_one_error_and_no_traceback(arguments: list[str], expected: str) -> None:
+    result = call("recipe", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--scheme", "int4", "--calibration", "p.jsonl"], "unknown scheme 'int4'"),
+        (["--method", "gptq", "--calibration", "p.jsonl"], "'onptq', 'static' or 'rtn'"),
+        (["--device", "tpu", "--calibration", "p.jsonl"], "compute.device = 'tpu'"),
+        (["--seed", "-1", "--calibration", "p.jsonl"], "seed = -1"),
+        (["--init", "magic", "--calibration", "p.jsonl"], "init = 'magic'"),
+        (["--set", "nothing=1", "--calibration", "p.jsonl"], "unknown field 'nothing'"),
+        (["--preset", "huge", "--calibration", "p.jsonl"], "valid: light, default, best, paper"),
+        (["--method", "static"], "method static needs --calibration"),
+        ([], "method onptq needs --calibration"),
+        (["--quiet", "--json", "--calibration", "p.jsonl"], "one of --quiet and --json"),
+    ],
+)
+def test_quantize_refuses_bad_settings_before_it_touches_anything(
+    arguments: list[str], expected: str, tmp_path: Path
+) -> None:
+    result = call("quantize", "model", "--out", tmp_path / "out", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert expected in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_needs_a_model_and_an_out() -> None:
+    assert call("quantize").exit_code == 2
+    assert call("quantize", "model").exit_code == 2
+    assert call("quantise").exit_code == 2
+
+
+def test_set_wins_over_a_named_option() -> None:
+    options = {"scheme": "W4A16", "method": "static", "seed": None}
+    recipe = quantize.resolve_recipe("light", None, options, ["scheme=W8A8"])
+    assert (recipe.scheme, recipe.method, recipe.calibrate.gamma, recipe.rounds) == ("W8A8", "static", 0, 1)
+
+
+@pytest.mark.parametrize(("command", "continues"), [("quantize", True), ("recipe", False)])
+def test_an_interrupt_exits_130_and_says_how_to_go_on(
+    command: str, continues: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize, "resolve_recipe", interrupted)
+    result = call(command, *(["model", "--out", tmp_path] if command == "quantize" else []))
+    assert result.exit_code == 130
+    assert ("the same command continues" in result.stderr) is continues
+
+
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(quantize, "resolve_recipe", broken)
+    assert isinstance(call("recipe").exception, ZeroDivisionError)
+
+
+def test_the_overview_shows_what_the_summary_has_and_leaves_out_the_rest() -> None:
+    summary = {
+        "scheme": "W4A8",
+        "method": "onptq",
+        "heldout": {
+            "before": {"mismatch": 0.223, "erosion": 4.19, "kl": 0.843},
+            "after": {"mismatch": 0.0122, "erosion": 0.179, "kl": None},
+        },
+        "seconds": {"Follow": 1.25, "Calibrate": 30},
+        "checkpoint": {"bytes": 3 * 2**30},
+    }
+    assert dict(quantize.overview(summary, Path("out"))) == {
+        "scheme": "W4A8",
+        "method": "onptq",
+        "held-out mismatch": "22.30% -> 1.22%",
+        "held-out erosion": "4.1900 -> 0.1790",
+        "held-out kl": "0.84300",
+        "seconds": "Follow 1.2, Calibrate 30.0",
+        "checkpoint": "3.00 GiB",
+        "written to": "out",
+    }
+    assert dict(quantize.overview({}, "out")) == {"written to": "out"}
+    assert dict(quantize.overview({"heldout": None, "seconds": 3}, "out")) == {"written to": "out"}
