@@ -11,23 +11,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from onptq.bank import States
 from onptq.cycle.rounds import Budgets, Cycle, bank_figures
-from onptq.data.manifest import load_manifest, manifest_digest, split
+from onptq.data.calibration import Prompts, gather_prompts, write_prompts
+from onptq.data.manifest import manifest_digest
 from onptq.data.probes import probe_prompt
-from onptq.data.prompts import Media, Prompt
+from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 from onptq.export.compressed import write_checkpoint
 from onptq.export.verify import verify as verify_checkpoint
 from onptq.methods import METHODS
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.loading import Source, choose_device, choose_dtype, find_source, load_model
+from onptq.models.loading import Source, choose_device, choose_dtype, find_source
 from onptq.models.processing import ModelInputs, PromptProcessor
-from onptq.policy import Policy
+from onptq.policy import Policy, load_policy
 from onptq.progress import LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
@@ -60,7 +60,9 @@ def quantize(
     if not scheme.quantizes_weights:
         raise OnPTQError(f"scheme {scheme} leaves the weights in 16 bits: there is nothing to write; expected W2 to W8")
     source = find_source(model)
-    prompts = gather_prompts(source, calibration, holdout, recipe)
+    if calibration is None and recipe.method != "rtn":
+        raise OnPTQError(f"method {recipe.method} needs calibration prompts: give a manifest (JSONL or parquet)")
+    prompts = gather_prompts(calibration, holdout, recipe.data, source.family.modalities)
     device = choose_device(recipe.compute.device)
     with reporter.phase("Hash the model", total=1, unit="checkpoint") as bar:
         identity = _identity(source, prompts, calibration, recipe, device)
@@ -70,44 +72,6 @@ def quantize(
             reporter.note(f"{out} is a finished run; its summary is shown as it was")
             return Result(Path(out), run.read_json("summary.json"))
         return _run(source, prompts, recipe, scheme, device, run, LoggedReporter(reporter, run.log), verify)
-
-
-@dataclass(frozen=True)
-class Prompts:
-    calibration: Sequence[Prompt]
-    holdout: Sequence[Prompt]
-
-    @property
-    def every(self) -> list[Prompt]:
-        return [*self.calibration, *self.holdout]
-
-
-def gather_prompts(
-    source: Source,
-    calibration: str | Path | Sequence[Prompt] | None,
-    holdout: str | Path | Sequence[Prompt] | None,
-    recipe: Recipe,
-) -> Prompts:
-    """Which prompts calibrate and which are held out; ordinals are unique over both."""
-    if calibration is None:
-        if recipe.method != "rtn":
-            raise OnPTQError(f"method {recipe.method} needs calibration prompts: give a manifest (JSONL or parquet)")
-        return Prompts((), ())
-    modalities, cfg = source.family.modalities, recipe.data
-    given = (
-        load_manifest(calibration, modalities=modalities) if isinstance(calibration, str | Path) else list(calibration)
-    )
-    if not given:
-        raise OnPTQError("there are no calibration prompts; expected at least one")
-    if holdout is None:
-        return Prompts(*split(given, prompts=cfg.prompts, holdout=cfg.holdout, share=cfg.holdout_share))
-    apart = load_manifest(holdout, modalities=modalities) if isinstance(holdout, str | Path) else list(holdout)
-    renumbered = [_renumbered(prompt, len(given) + index) for index, prompt in enumerate(apart)]
-    return Prompts(given[: cfg.prompts], renumbered)
-
-
-def _renumbered(prompt: Prompt, ordinal: int) -> Prompt:
-    return Prompt(ordinal, prompt.id, prompt.messages, prompt.images, prompt.audios)
 
 
 def _identity(
@@ -185,34 +149,6 @@ def _run(
     return Result(run.folder, summary)
 
 
-def load_policy(
-    model: str | Path | Source,
-    scheme: Scheme | str,
-    *,
-    device: torch.device | str = "auto",
-    dtype: torch.dtype | str = "auto",
-) -> Policy:
-    """A checkpoint as D and Q in one, not yet given a theta."""
-    source = model if isinstance(model, Source) else find_source(model)
-    scheme = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
-    device = choose_device(device) if isinstance(device, str) else device
-    dtype = choose_dtype(dtype, device) if isinstance(dtype, str) else dtype
-    policy = Policy(load_model(source, dtype, device), scheme, storage=source.storage(), eos=source.eos())
-    _check_groups(policy)
-    return policy
-
-
-def _check_groups(policy: Policy) -> None:
-    size = policy.scheme.group_size
-    for block in policy.structure.blocks if size else ():
-        for name in ("q_proj", "o_proj", "down_proj"):
-            columns = block.child(name).in_features
-            if columns % size:  # type: ignore[operator]
-                raise OnPTQError(
-                    f"{block.path(name)} has {columns} input columns, which groups of {size} do not divide"
-                )
-
-
 def _encode(
     policy: Policy, processor: PromptProcessor, prompts: Prompts, recipe: Recipe, run: Run, reporter: Reporter
 ) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
@@ -226,27 +162,9 @@ def _encode(
             bar.advance()
     if encoded and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
-            _write_prompts(prompts, encoded, path)
+            write_prompts(prompts, [prompt.ids.tolist() for prompt in encoded], path)
     count = len(prompts.calibration)
     return encoded[:count], encoded[count:]
-
-
-def _write_prompts(prompts: Prompts, encoded: Sequence[EncodedPrompt], path: Path) -> None:
-    media = pa.list_(pa.struct([("path", pa.string()), ("sha256", pa.string()), ("bytes", pa.binary())]))
-    roles = ["calibration"] * len(prompts.calibration) + ["holdout"] * len(prompts.holdout)
-    columns = {
-        "ordinal": pa.array([prompt.ordinal for prompt in prompts.every], pa.int32()),
-        "id": pa.array([prompt.id for prompt in prompts.every], pa.string()),
-        "role": pa.array(roles, pa.string()),
-        "input_ids": pa.array([prompt.ids.tolist() for prompt in encoded], pa.list_(pa.int32())),
-        "images": pa.array([[_media_row(one) for one in prompt.images] for prompt in prompts.every], media),
-        "audios": pa.array([[_media_row(one) for one in prompt.audios] for prompt in prompts.every], media),
-    }
-    pq.write_table(pa.table(columns), path)
-
-
-def _media_row(media: Media) -> dict[str, Any]:
-    return {"path": None if media.path is None else str(media.path), "sha256": media.sha256, "bytes": media.data}
 
 
 def _initialize(
@@ -274,8 +192,6 @@ def _budgets(policy: Policy, recipe: Recipe) -> Budgets:
 
 
 def _round_figures(run: Run, recipe: Recipe) -> list[dict[str, Any]]:
-    from onptq.bank import States
-
     banks = (run.file("rounds", str(k), "bank.parquet") for k in range(recipe.rounds))
     steps = {event["round"]: event for event in run.events() if event["event"] == "calibrated"}
     return [

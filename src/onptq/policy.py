@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from onptq.errors import OnPTQError
 from onptq.models.decoder import KVCache, Tokens, TreeCache, head_logits, run_blocks
 from onptq.models.encoding import EncodedPrompt, encode
+from onptq.models.loading import Source, choose_device, choose_dtype, find_source, load_model
 from onptq.models.structure import LINEARS, NORMS, find_structure
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.modules import QuantLinear, QuantNorm, Switch
@@ -108,3 +111,31 @@ class Policy:
                 module = block.child(name)
                 assert isinstance(module, QuantLinear | QuantNorm)
                 yield module
+
+
+def load_policy(
+    model: str | Path | Source,
+    scheme: Scheme | str,
+    *,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | str = "auto",
+) -> Policy:
+    """A checkpoint as D and Q in one, not yet given a theta."""
+    source = model if isinstance(model, Source) else find_source(model)
+    scheme = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
+    device = choose_device(device) if isinstance(device, str) else device
+    dtype = choose_dtype(dtype, device) if isinstance(dtype, str) else dtype
+    policy = Policy(load_model(source, dtype, device), scheme, storage=source.storage(), eos=source.eos())
+    _check_groups(policy)
+    return policy
+
+
+def _check_groups(policy: Policy) -> None:
+    size = policy.scheme.group_size
+    for block in policy.structure.blocks if size else ():
+        for name in ("q_proj", "o_proj", "down_proj"):
+            columns = block.child(name).in_features
+            if columns % size:  # type: ignore[operator]
+                raise OnPTQError(
+                    f"{block.path(name)} has {columns} input columns, which groups of {size} do not divide"
+                )

@@ -136,7 +136,7 @@ def atomically(target: Path) -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
             _sync(temporary)
-            target.write_bytes(temporary.read_bytes())
+            os.replace(temporary, target)
             _sync(target.parent)
     finally:
         with suppress(OSError):  # on a disk gone read-only, the first error is the one to show

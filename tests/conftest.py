@@ -1,0 +1,66 @@
+"""Random checkpoints of the real architectures, written once per session, and policies made of them."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some CPUs announce AMX and then refuse bf16 products
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from onptq.data.manifest import load_manifest
+from onptq.models.encoding import EncodedPrompt
+from onptq.models.loading import Source, find_source, load_model
+from onptq.models.processing import PromptProcessor
+from onptq.policy import Policy
+from onptq.schemes import Scheme
+from onptq.zoo.random import write_random
+
+MULTIMODAL = ("qwen2.5-vl", "qwen3-vl", "qwen2.5-omni")
+FAMILIES = (*MULTIMODAL, "llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A random checkpoint and its prompts."""
+
+    folder: Path
+    source: Source
+    processor: PromptProcessor
+
+    @property
+    def manifest(self) -> Path:
+        return self.folder / "prompts.jsonl"
+
+    def policy(self, scheme: str = "W4A8", dtype: torch.dtype = torch.float32) -> Policy:
+        model = load_model(self.source, dtype, torch.device("cpu"))
+        return Policy(model, Scheme.parse(scheme), storage=self.source.storage(), eos=self.source.eos())
+
+    def encode(self, policy: Policy, count: int) -> list[EncodedPrompt]:
+        prompts = load_manifest(self.manifest)[:count]
+        encoded = []
+        for prompt in prompts:
+            inputs = self.processor(prompt)
+            encoded.append(policy.encode(inputs.tensors, inputs.modality, prompt.ordinal))
+        return encoded
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    """`tiny("qwen3-vl")`: the family's random checkpoint, the same one for the whole session."""
+    made: dict[str, Tiny] = {}
+
+    def get(family: str) -> Tiny:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            write_random(family, folder, prompts=12)
+            source = find_source(folder)
+            made[family] = Tiny(folder, source, PromptProcessor.from_folder(folder, source.family, source.config))
+        return made[family]
+
+    return get
