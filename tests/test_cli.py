@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,10 @@ def test_the_package_lists_its_api_without_importing_it() -> None:
     assert onptq.Recipe is Recipe
     with pytest.raises(AttributeError, match="quantise"):
         onptq.quantise  # noqa: B018
+
+
+def test_every_public_name_is_where_the_package_says() -> None:
+    assert [name for name in onptq.__all__ if getattr(onptq, name, None) is None] == []
 
 
 def test_version() -> None:
@@ -138,15 +143,33 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
     assert isinstance(call("recipe").exception, ZeroDivisionError)
 
 
+def test_zoo_random_writes_a_model_and_says_what_to_run_next(tmp_path: Path) -> None:
+    result = call("zoo", "random", "llama", tmp_path / "a model", "--prompts", 3)
+    assert result.exit_code == 0
+    command = shlex.split(result.stdout.splitlines()[-1])
+    assert command[:3] == ["onptq", "quantize", str(tmp_path / "a model")]
+    assert len(onptq.load_manifest(command[command.index("--calibration") + 1])) == 3
+    assert (tmp_path / "a model" / "config.json").exists()
+
+
+def test_zoo_random_overwrites_nothing_and_names_the_families(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("mine")
+    result = call("zoo", "random", "llama", tmp_path)
+    assert (result.exit_code, (tmp_path / "config.json").read_text()) == (2, "mine")
+    result = call("zoo", "random", "lama", tmp_path / "new")
+    assert result.exit_code == 2
+    assert "qwen2.5-vl" in result.stderr
+
+
 def test_the_overview_shows_what_the_summary_has_and_leaves_out_the_rest() -> None:
     summary = {
         "scheme": "W4A8",
         "method": "onptq",
-        "heldout": {
-            "before": {"mismatch": 0.223, "erosion": 4.19, "kl": 0.843},
-            "after": {"mismatch": 0.0122, "erosion": 0.179, "kl": None},
+        "holdout": {
+            "initial": {"mismatch_percent": 22.3, "erosion": 4.19, "kl": 0.843},
+            "final": {"mismatch_percent": 1.22, "erosion": 0.179, "kl": None},
         },
-        "seconds": {"Follow": 1.25, "Calibrate": 30},
+        "seconds": {"Follow 1": 1.25, "Calibrate 1": 30, "Follow 2": 2},
         "checkpoint": {"bytes": 3 * 2**30},
     }
     assert dict(quantize.overview(summary, Path("out"))) == {
@@ -154,10 +177,10 @@ def test_the_overview_shows_what_the_summary_has_and_leaves_out_the_rest() -> No
         "method": "onptq",
         "held-out mismatch": "22.30% -> 1.22%",
         "held-out erosion": "4.1900 -> 0.1790",
-        "held-out kl": "0.84300",
-        "seconds": "Follow 1.2, Calibrate 30.0",
+        "held-out KL": "0.84300",
+        "seconds": "Follow 3.2, Calibrate 30.0",
         "checkpoint": "3.00 GiB",
         "written to": "out",
     }
     assert dict(quantize.overview({}, "out")) == {"written to": "out"}
-    assert dict(quantize.overview({"heldout": None, "seconds": 3}, "out")) == {"written to": "out"}
+    assert dict(quantize.overview({"holdout": {"initial": None}, "seconds": 3}, "out")) == {"written to": "out"}

@@ -190,6 +190,15 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         assert [path.name for path in run.file("rounds", "0").iterdir()] == ["a.txt"]
 
 
+def test_a_reader_of_the_old_file_never_sees_the_new_one(tmp_path: Path) -> None:
+    with Run.open(tmp_path, IDENTITY) as run:
+        run.write_json("old", "state.json")
+        with run.file("state.json").open() as reader:
+            run.write_json("new", "state.json")
+            assert json.load(reader) == "old"
+        assert run.read_json("state.json") == "new"
+
+
 def test_kill_9_while_writing_keeps_the_old_file_and_the_run_goes_on(tmp_path: Path) -> None:
     source = """
         import json, sys, time

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from onptq.data.manifest import load_manifest
     from onptq.errors import OnPTQError
     from onptq.job import quantize
-    from onptq.models.loading import load_policy
+    from onptq.policy import load_policy
     from onptq.recipe import Recipe
     from onptq.schemes import Scheme
 
@@ -46,7 +46,7 @@ _HOMES = {
     "compare": "onptq.cycle.compare",
     "follow": "onptq.cycle.follow",
     "load_manifest": "onptq.data.manifest",
-    "load_policy": "onptq.models.loading",
+    "load_policy": "onptq.policy",
     "quantize": "onptq.job",
     "score": "onptq.cycle.risk",
     "select": "onptq.cycle.risk",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onptq import __version__
 from onptq.bank import States
 from onptq.cycle.rounds import Budgets, Cycle, bank_figures
 from onptq.data.calibration import Prompts, gather_prompts, write_prompts
@@ -34,7 +35,7 @@ from onptq.recipe import Recipe
 from onptq.run import Run
 from onptq.schemes import Scheme
 
-PACKAGES = ("onptq", "torch", "transformers", "compressed-tensors", "safetensors")
+PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
 SHARE_OF_FREE = 0.5  # of the device's free memory, for prefixes and targets together
 
 
@@ -88,6 +89,7 @@ def _identity(
         },
         "seeds": {"recipe": recipe.seed},
         "versions": {
+            "onptq": __version__,
             "python": platform.python_version(),
             **{name: version(name) for name in PACKAGES},
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

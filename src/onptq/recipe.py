@@ -139,7 +139,7 @@ class CalibrateConfig(Config):
     lr_smoothing: Real = Field(default=2e-3, ge=0, description="learning rate of the log-smoothing vectors")
     lr_step: Real = Field(default=5e-3, ge=0, description="learning rate of the per-row step ratios")
     lr_rounding: Real | None = Field(
-        default=None, ge=0, description="learning rate of the rounding offsets; null is 0.5 / steps"
+        default=None, ge=0, description="step of the rounding offsets, decaying to 0; null is 1 / steps, 0.5 in all"
     )
     rounding: StrictBool = Field(default=False, description="learn rounding offsets too")
     keep: Literal["best", "last"] = Field(default="best", description="iterate to keep; best is by held-out prompts")

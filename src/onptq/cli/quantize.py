@@ -76,15 +76,21 @@ def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str
     for name in ("scheme", "method"):
         if name in summary:
             yield name, str(summary[name])
-    held_out = _mapping(summary.get("heldout"))
-    before, after = _mapping(held_out.get("before")), _mapping(held_out.get("after"))
-    for name, form in (("mismatch", "{:.2%}"), ("erosion", "{:.4f}"), ("kl", "{:.5f}")):
-        values = [form.format(side[name]) for side in (before, after) if isinstance(side.get(name), int | float)]
+    sides = [_mapping(_mapping(summary.get("holdout")).get(side)) for side in ("initial", "final")]
+    for key, name, form in (
+        ("mismatch_percent", "mismatch", "{:.2f}%"),
+        ("erosion", "erosion", "{:.4f}"),
+        ("kl", "KL", "{:.5f}"),
+    ):
+        values = [form.format(side[key]) for side in sides if isinstance(side.get(key), int | float)]
         if values:
             yield f"held-out {name}", " -> ".join(values)
-    seconds = _mapping(summary.get("seconds"))
-    if seconds:
-        yield "seconds", ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
+    steps: dict[str, float] = {}
+    for phase, seconds in _mapping(summary.get("seconds")).items():
+        step = phase.split()[0]  # "Follow 1" and "Follow 2" are both Follow
+        steps[step] = steps.get(step, 0.0) + seconds
+    if steps:
+        yield "seconds", ", ".join(f"{step} {seconds:.1f}" for step, seconds in steps.items())
     size = _mapping(summary.get("checkpoint")).get("bytes")
     if isinstance(size, int | float):
         yield "checkpoint", f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

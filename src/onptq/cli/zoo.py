@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from onptq.errors import OnPTQError
+
 app = typer.Typer(help="Small models to try everything on.", no_args_is_help=True)
 
 
@@ -23,12 +25,14 @@ def random(
     prompts: Annotated[int, typer.Option(min=1, help="How many calibration prompts to write.")] = 16,
 ) -> None:
     """Write a tiny model of FAMILY with random weights, and prompts for it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OnPTQError(f"{folder} is there already: expected a new or empty folder")
     from onptq.zoo.random import write_random
 
-    manifest = write_random(family, folder, prompts=prompts)
+    write_random(family, folder, prompts=prompts)
     out = folder.with_name(f"{folder.name}-W4A8")
     typer.echo(f"wrote a random {family} model and {prompts} prompts; next:")
     typer.echo(
         f"onptq quantize {shlex.quote(str(folder))} --scheme W4A8 --method onptq "
-        f"--calibration {shlex.quote(str(manifest))} --preset light --out {shlex.quote(str(out))}"
+        f"--calibration {shlex.quote(str(folder / 'prompts.jsonl'))} --preset light --out {shlex.quote(str(out))}"
     )

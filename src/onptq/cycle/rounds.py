@@ -95,12 +95,9 @@ class Cycle:
 
         def compute() -> States:
             states = self._compare(compared, f"Compare {k + 1}", self.prefixes, trajectories)
-            if self.recipe.calibrate.gamma > 0:
-                states = self._branch(k, trajectories, states)
-            states = score(states, self.recipe.risk)
-            if self.recipe.calibrate.gamma == 0:
-                return states
-            return select(states, self.recipe.select, risk=self.recipe.risk, seed=self.recipe.seed + k)
+            total = int(states.candidates.sum())
+            with self.reporter.phase(f"Branch {k + 1}", total=total, unit="candidates") as bar:
+                return weigh(self.prefixes, trajectories, states, self.recipe, k, bar.advance)
 
         states = self._state_step(committed, compute)
         self.run.file(*compared).unlink(missing_ok=True)
@@ -174,19 +171,6 @@ class Cycle:
 
         return self._state_step(parts, compute)
 
-    def _branch(self, k: int, trajectories: Sequence[Trajectory], states: States) -> States:
-        cfg, total = self.recipe.branch, int(states.candidates.sum())
-        with self.reporter.phase(f"Branch {k + 1}", total=total, unit="candidates") as bar:
-            return branch(
-                self.prefixes,
-                trajectories,
-                states,
-                horizon=cfg.horizon,
-                divergence=self.recipe.risk.divergence,
-                eos_as_max=cfg.eos_as_max,
-                advance=bar.advance,
-            )
-
     def _trajectory_step(self, parts: Sequence[str], compute: Callable[[], list[Trajectory]]) -> list[Trajectory]:
         return self._step(parts, compute, write_trajectories, read_trajectories)
 
@@ -218,6 +202,29 @@ class Cycle:
     @staticmethod
     def _round_file(k: int, name: str) -> tuple[str, str, str]:
         return "rounds", str(k), name
+
+
+def weigh(
+    prefixes: Prefixes,
+    trajectories: Sequence[Trajectory],
+    states: States,
+    recipe: Recipe,
+    k: int,
+    advance: Callable[[int], None] = lambda candidates: None,
+) -> States:
+    """Branch, score and select compared states. With gamma = 0 nothing is critical and nothing needs a branch."""
+    if recipe.calibrate.gamma == 0:
+        return score(states, recipe.risk)
+    states = branch(
+        prefixes,
+        trajectories,
+        states,
+        horizon=recipe.branch.horizon,
+        divergence=recipe.risk.divergence,
+        eos_as_max=recipe.branch.eos_as_max,
+        advance=advance,
+    )
+    return select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
 
 
 def _count(prefixes: Prefixes) -> int:

@@ -37,6 +37,7 @@ HEAD = "re:.*lm_head"
 # compressed-tensors 0.17 (vLLM's) fills each int32 with whole codes and pads it; 0.20 lets codes straddle two words.
 # They agree only on widths that divide 32; every other width is stored one code a byte, which all versions read alike.
 PACKABLE_BITS = (2, 4, 8)
+PACKED_ROWS = 128
 
 logger = logging.getLogger(__name__)
 
@@ -136,13 +137,24 @@ def compress_linear(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
         tensors = {"weight": linear.codes, "weight_scale": linear.step}
         return tensors if linear.zero is None else tensors | {"weight_zero_point": linear.zero}
     tensors = {
-        "weight_packed": pack_to_int32(linear.codes, bits),
+        "weight_packed": _pack_rows(linear.codes, bits),
         "weight_scale": linear.step,
         "weight_shape": torch.tensor(linear.codes.shape, dtype=torch.int64),
     }
     if linear.zero is not None:
         tensors["weight_zero_point"] = pack_to_int32(linear.zero, bits, packed_dim=0)
     return tensors
+
+
+def _pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """[O, I] int8 -> [O, ceil(I * bits / 32)] int32, some rows at a time: packing wants 16 bytes of scratch per code."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    outputs, inputs = codes.shape
+    packed = torch.empty(outputs, math.ceil(inputs * bits / 32), dtype=torch.int32)
+    for start in range(0, outputs, PACKED_ROWS):
+        packed[start : start + PACKED_ROWS] = pack_to_int32(codes[start : start + PACKED_ROWS], bits)
+    return packed
 
 
 def _args(bits: int, symmetric: bool, strategy: str, group_size: int | None, *, dynamic: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ from onptq.data.audio import read_audio
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 from onptq.models.family import AUDIO, IMAGE, TEXT, Family, text_config, thinker_config
+
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+DATE = "26 Jul 2024"  # Llama's default; newer templates of theirs write today's, and a run would differ tomorrow
+SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True)
@@ -55,16 +59,15 @@ class PromptProcessor:
         """Everything is read from the checkpoint's own files; `config` is its config.json."""
         from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, WhisperFeatureExtractor
 
-        tokenizer = _load(AutoTokenizer, folder, "tokenizer.json, or vocab.json and merges.txt")
-        settings = "preprocessor_config.json or processor_config.json"
+        tokenizer = _load(AutoTokenizer, folder, TOKENIZER_FILES)
         return cls(
             family,
             tokenizer,
             _chat_template(folder, tokenizer),
             dict(_placeholder_ids(family, tokenizer, thinker_config(config))),
             context_length(config),
-            _load(Qwen2VLImageProcessorPil, folder, settings) if family.image else None,
-            _load(WhisperFeatureExtractor, folder, settings) if family.audio else None,
+            _load(Qwen2VLImageProcessorPil, folder, SETTINGS_FILES) if family.image else None,
+            _load(WhisperFeatureExtractor, folder, SETTINGS_FILES) if family.audio else None,
         )
 
     def __call__(self, prompt: Prompt) -> ModelInputs:
@@ -142,23 +145,23 @@ class PromptProcessor:
         return wave
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
-        if self.template is None:
-            text = _plain_text(prompt)
-        else:
-            # The templates of text-only models take strings, and some drop a list of parts without a word.
-            flat = self.family.modalities == {"text"}
-            messages = [{**m, "content": _joined(m)} if flat else dict(m) for m in prompt.messages]
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
-                )
-            except Exception as error:  # a template is a program of the checkpoint's author and may raise anything
-                raise OnPTQError(f"prompt {prompt.id!r}: the chat template refuses its messages: {error}") from error
+        text = _plain_text(prompt) if self.template is None else self._render(prompt)
         # A template writes the beginning-of-text token itself.
         ids: list[int] = self.tokenizer(text, add_special_tokens=self.template is None, verbose=False)["input_ids"]
         if not ids:
             raise OnPTQError(f"prompt {prompt.id!r} is empty; expected at least one token")
         return ids
+
+    def _render(self, prompt: Prompt) -> str:
+        # The templates of text-only models take strings, and some drop a list of parts without a word.
+        flat = self.family.modalities == {"text"}
+        messages = [{**message, "content": _joined(message)} if flat else dict(message) for message in prompt.messages]
+        options = {"tokenize": False, "add_generation_prompt": True, "date_string": DATE}
+        try:
+            text: str = self.tokenizer.apply_chat_template(messages, chat_template=self.template, **options)
+        except Exception as error:  # a template is a program of the checkpoint's author and may raise anything
+            raise OnPTQError(f"prompt {prompt.id!r}: the chat template refuses its messages: {error}") from error
+        return text
 
     def _expand(self, prompt: Prompt, ids: list[int], counts: Mapping[int, list[int]]) -> Tensor:
         """Repeat each placeholder as often as its picture or sound has tokens."""
@@ -185,11 +188,14 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     return None if limit is None else max(int(limit), int(extended))
 
 
-def _load(cls: Any, folder: Path, files: str) -> Any:
+def _load(cls: Any, folder: Path, files: Sequence[str]) -> Any:
+    present = [name for name in files if (folder / name).is_file()]
+    if not present:  # transformers would make an empty tokenizer without a word
+        raise OnPTQError(f"{folder} has none of {', '.join(files)}; expected a checkpoint with all its files")
     try:
         return cls.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise OnPTQError(f"{folder} has no usable {files}: {error}") from error
+    except Exception as error:  # broken files raise errors of every kind, down to those of the tokenizers library
+        raise OnPTQError(f"{folder}: {', '.join(present)} cannot be used: {error}") from error
 
 
 def _chat_template(folder: Path, tokenizer: Any) -> str | None:

@@ -8,6 +8,11 @@ from typing import Any
 
 VISION = 64  # width of the vision and audio towers
 PATCHES = {"qwen2.5-vl": 14, "qwen3-vl": 16, "qwen2.5-omni": 14}
+PROCESSORS = {
+    "qwen2.5-vl": "Qwen2_5_VLProcessor",
+    "qwen3-vl": "Qwen3VLProcessor",
+    "qwen2.5-omni": "Qwen2_5OmniProcessor",
+}
 
 JSON = dict[str, Any]
 
@@ -40,6 +45,7 @@ def preprocessor_config(family: str, audio: bool) -> JSON:
     """Settings of the image processor and, for sounds, of the feature extractor, in one file as on the hub."""
     patch = PATCHES[family]
     config: JSON = {
+        "processor_class": PROCESSORS[family],
         "image_processor_type": "Qwen2VLImageProcessor",
         "image_mean": [0.5] * 3 if patch == 16 else [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.5] * 3 if patch == 16 else [0.26862954, 0.26130258, 0.27577711],

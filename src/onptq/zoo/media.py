@@ -45,7 +45,7 @@ def _has_audio(index: int, modalities: Set[str]) -> bool:
 
 
 def _prompt(index: int, images: list[str], audios: list[str], random: Random) -> dict[str, Any]:
-    text = " ".join(random.sample(QUESTIONS, 1 + index % 2))
+    text = " ".join((*random.sample(QUESTIONS, 1 + index % 3), f"Use at most {index + 5} words."))
     return {"id": f"p{index:03d}", "text": text} | _if_any("images", images) | _if_any("audios", audios)
 
 

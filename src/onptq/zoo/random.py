@@ -22,7 +22,12 @@ LOGIT_STD = 2.5  # flatter, and every state is a tie; steeper, and no rounding c
 # Attention peaked enough that it is no average of noise; residual updates small enough that 4 bits flip a fifth of the
 # greedy tokens rather than most.
 GAINS = {"q_proj": 1.4, "k_proj": 1.4, "o_proj": 0.7, "down_proj": 0.4}
+TIED_EMBEDDING_STD = 0.5
 OUTLIER_EVERY = 32  # one norm channel in so many is an outlier
+
+NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+READERS = tuple(f"{linear}_proj.weight" for linear in ("q", "k", "v", "gate", "up"))  # linears that read a norm
+RESIDUAL = ("o_proj.weight", "down_proj.weight")
 
 PLACEHOLDERS = {"<|image_pad|>", "<|video_pad|>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"}
 TOKENS = {"qwen2.5-omni": OMNI, "llama": LLAMA}
@@ -49,7 +54,7 @@ def write_random(
     """Write a checkpoint of `family` and its prompts.jsonl into `folder`, the same bytes for the same arguments.
 
     Greedy responses vary and seldom end early, and rounding the weights to 4 bits changes some of their tokens.
-    `outliers` multiplies a few channels of the norms before the linears by 1 + outliers, as in trained models.
+    `outliers` multiplies a few channels of the linears' inputs by 1 + outliers, and divides the weights that read them.
     A `vocab` beyond what the tokenizer knows leaves ids that the model may write but nobody can spell.
     """
     tokens = TOKENS.get(family, QWEN)
@@ -102,8 +107,7 @@ def _write_weights(folder: Path, family: str, dims: Dims, silent: Sequence[int],
         weight = _draw(name, shape, dims, seed)
         if name.endswith("embed_tokens.weight" if dims.tie else "lm_head.weight") and shape[1] == dims.hidden:
             weight[list(silent)] = 0
-        if outliers and name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
-            weight[::OUTLIER_EVERY] *= 1 + outliers
+        _make_outliers(name, weight, 1 + outliers)
         weights[name] = weight.to(getattr(torch, dims.dtype))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -128,15 +132,25 @@ def _draw(name: str, shape: tuple[int, ...], dims: Dims, seed: int) -> Tensor:
         return 1.4 + 0.1 * normal
     if dims.tie and name.endswith("model.norm.weight"):
         # A head that is also the embedding would answer every token with itself; random signs take that apart.
-        return normal.sign() * LOGIT_STD / math.sqrt(dims.hidden)
+        return normal.sign() * LOGIT_STD / (TIED_EMBEDDING_STD * math.sqrt(dims.hidden))
     if len(shape) == 1:
         return 0.1 * normal if name.endswith("bias") else 1 + 0.1 * normal
     if name.endswith("lm_head.weight"):
         return normal * LOGIT_STD / math.sqrt(shape[1])
     if "embed" in name and "proj" not in name:
-        return normal
+        return normal * TIED_EMBEDDING_STD if dims.tie else normal
     gain = next((gain for linear, gain in GAINS.items() if name.endswith(f"{linear}.weight")), 1.0)
+    if name.endswith(RESIDUAL):
+        gain *= math.sqrt(2 / dims.layers)  # so that the sum over all layers does not grow with their number
     return normal * gain / math.sqrt(math.prod(shape[1:]))
+
+
+def _make_outliers(name: str, weight: Tensor, factor: float) -> None:
+    """Trade scale between a norm and its linears in a few channels: the same function, but with activation outliers."""
+    if name.endswith(NORMS):
+        weight[::OUTLIER_EVERY] *= factor
+    if name.endswith(READERS) and "tower" not in name and "visual" not in name:
+        weight[:, ::OUTLIER_EVERY] /= factor
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

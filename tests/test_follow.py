@@ -1,0 +1,95 @@
+"""Follow: the cached, batched rollouts of Q are its naive greedy rollouts, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import FAMILIES, Tiny
+from naive import EXACT, WEIGHT_ONLY, Scene, decoder_forwards, scene, without_ties
+
+from onptq.bank import Trajectory
+from onptq.cycle.follow import follow
+from onptq.cycle.prefixes import Prefixes
+from onptq.policy import Policy
+
+LIMIT = 6
+
+
+@pytest.fixture(autouse=True)
+def _without_ties() -> Iterator[None]:
+    with without_ties():
+        yield
+
+
+def naive_trajectories(scenery: Scene, limit: int, eos: frozenset[int] = frozenset()) -> list[Trajectory]:
+    return [scenery.rollout(ordinal, limit, eos) for ordinal in scenery.ordinals]
+
+
+def prefixes_of(scenery: Scene, policy: Policy, batches: str, limit: int = LIMIT) -> Prefixes:
+    prefixes = Prefixes(
+        policy, scenery.encoded(policy), max_tokens=limit, batch_tokens=scenery.batch_tokens(batches, limit)
+    )
+    sizes = [len(batch.prompts) for batch in prefixes.batches]
+    assert sizes == [len(scenery.ordinals)] if batches == "one" else len(sizes) > 1 and max(sizes) > 1
+    return prefixes
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), EXACT, ids=lambda value: str(value).removeprefix("torch."))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rollouts_are_the_naive_ones(tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype) -> None:
+    scenery = scene(tiny(family), scheme, dtype)
+    expected = naive_trajectories(scenery, LIMIT)
+    assert len({len(one.modality) for one in scenery.inputs.values()}) > 1
+    for batches in ("several", "one"):
+        assert follow(prefixes_of(scenery, scenery.policy, batches)) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rollout_ends_with_its_end_of_sequence_token_and_the_others_go_on(
+    tiny: Callable[[str], Tiny], family: str
+) -> None:
+    scenery = scene(tiny(family), *WEIGHT_ONLY)
+    free = naive_trajectories(scenery, LIMIT)
+    eos = frozenset({free[1].tokens[0], free[0].tokens[3], free[4].tokens[-1]})
+    expected = naive_trajectories(scenery, LIMIT, eos)
+    lengths = {len(trajectory.tokens) for trajectory in expected if trajectory.finished}
+    assert {1, 4, LIMIT} <= lengths, "one ends at once, one on the way, and one with the last token it may write"
+    policy = scenery.policy_with(eos)
+    for batches in ("several", "one"):
+        assert follow(prefixes_of(scenery, policy, batches)) == expected
+
+
+def test_no_forward_runs_once_every_rollout_of_the_batch_has_ended(tiny: Callable[[str], Tiny]) -> None:
+    scenery = scene(tiny("llama"), *WEIGHT_ONLY)
+    eos = frozenset(scenery.rollout(ordinal, LIMIT).tokens[1] for ordinal in scenery.ordinals)
+    expected = naive_trajectories(scenery, LIMIT, eos)
+    policy = scenery.policy_with(eos)
+    prefixes = prefixes_of(scenery, policy, "one")
+    with decoder_forwards(policy) as forwards:
+        assert follow(prefixes) == expected
+    longest = max(len(trajectory.tokens) for trajectory in expected)
+    assert longest <= 2
+    assert len(forwards) == longest, "the prefill predicts token 1, and each token but the last is fed once"
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_shortest_rollouts_are_the_naive_ones(tiny: Callable[[str], Tiny], limit: int) -> None:
+    scenery = scene(tiny("qwen2.5-vl"), *WEIGHT_ONLY)
+    found = follow(prefixes_of(scenery, scenery.policy, "one", limit))
+    assert found == naive_trajectories(scenery, limit)
+
+
+def test_following_again_on_the_same_prefixes_changes_nothing(tiny: Callable[[str], Tiny]) -> None:
+    scenery = scene(tiny("qwen3-vl"), *WEIGHT_ONLY)
+    prefixes = prefixes_of(scenery, scenery.policy, "several")
+    assert follow(prefixes) == follow(prefixes)
+
+
+def test_progress_counts_every_prompt(tiny: Callable[[str], Tiny]) -> None:
+    scenery, done = scene(tiny("llama"), *WEIGHT_ONLY), []
+    prefixes = prefixes_of(scenery, scenery.policy, "several", limit=2)
+    follow(prefixes, advance=done.append)
+    assert len(done) == len(prefixes.batches) > 1
+    assert sum(done) == len(scenery.ordinals)
