@@ -12,15 +12,14 @@ import torch
 from conftest import MULTIMODAL, Tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive import EXACT, WEIGHT_ONLY, WITH_ACTIVATIONS, NaiveFork, Scene, decoder_forwards, scene, without_ties
+from naive import EXACT, WEIGHT_ONLY, WITH_ACTIVATIONS, Scene, decoder_forwards, scene, without_ties
 
-from onptq.bank import AGREE, States, Trajectory
+from onptq.bank import AGREE, States
 from onptq.cycle import branch as branching
 from onptq.cycle.branch import Forest, branch, grow
 from onptq.cycle.compare import compare, padded_responses
 from onptq.cycle.prefixes import Prefixes
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.policy import Policy
 
 LENGTHS = (4, 3, 2, 4, 3)
 HORIZON = 4

@@ -34,7 +34,7 @@ def logits(values: st.SearchStrategy[float] = reals | coarse) -> st.SearchStrate
     return arrays(np.float64, (3, VOCABULARY), elements=values)
 
 
-quickly = settings(max_examples=100, deadline=None)
+quickly = settings(max_examples=60, deadline=None)
 
 
 @quickly
@@ -177,7 +177,8 @@ def test_an_end_as_the_last_token_costs_only_the_last_state() -> None:
     assert horizon_of([1, 2, 3, 5], [1, 2, 3, 4]) == 3
 
 
-# On policies: the plain model, one prompt at a time, float64
+# On policies: the plain model, one prompt at a time, float64, weights only: a token's largest negative activation lies on a
+# rounding tie, so that two summation orders may round it differently in any precision
 
 
 class Rollout:
@@ -203,7 +204,7 @@ class Rollout:
 
 @pytest.fixture(scope="module")
 def rollout(tiny: Callable[[str], Tiny]) -> Rollout:
-    return Rollout(tiny("qwen2.5-vl"), "W4A8", count=2, max_tokens=10)
+    return Rollout(tiny("qwen2.5-vl"), "W4A16", count=2, max_tokens=10)
 
 
 def test_compare_reports_what_the_plain_model_says_at_every_state(rollout: Rollout) -> None:
@@ -248,7 +249,7 @@ def ending(tiny: Callable[[str], Tiny], rollout: Rollout) -> Rollout:
     eos = {rollout.trajectories[0].tokens[4], int(first.competitor[candidates][1]), int(first.reference[candidates][-1])}
     written = branch_continuations(rollout, first, horizon=2)
     eos |= {int(written[len(written) // 2][1])}
-    return Rollout(tiny("qwen2.5-vl"), "W4A8", count=2, max_tokens=10, eos=frozenset(eos))
+    return Rollout(tiny("qwen2.5-vl"), "W4A16", count=2, max_tokens=10, eos=frozenset(eos))
 
 
 def continuation(rollout: Rollout, state: int, states: States, forced: int, horizon: int) -> list[int]:

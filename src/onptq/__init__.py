@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from onptq.recipe import Recipe
     from onptq.schemes import Scheme
 
-    __version__: str
+__version__ = "0.1.0"
 
 __all__ = [
     "OnPTQError",
@@ -54,15 +54,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        value: Any = version("onptq")
-    elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module 'onptq' has no attribute {name!r}")
-    globals()[name] = value
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value
 
 
