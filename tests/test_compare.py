@@ -21,7 +21,7 @@ from onptq.cycle.risk import score, select
 from onptq.policy import Policy
 from onptq.recipe import CalibrateConfig, RiskConfig, SelectConfig
 
-LIMIT = 6
+LIMIT = 5
 NUMBERS = ("margin_dense", "margin_quant", "js", "kl")
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ def call(*arguments: object) -> Any:
 
 
 def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own, which computes with as many threads as this one."""
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    """The command line in a process of its own."""
+    threads = {"OMP_NUM_THREADS": "1"}  # another number may sum in another order
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS")}
     line = [sys.executable, "-c", "from onptq.cli import main; main()", *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, env=kept | threads | environment)
@@ -82,6 +82,15 @@ def bank(run: Path, k: int = 0) -> States:
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     lines = (run / "onptq/log.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more, and lose much where others use the same cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

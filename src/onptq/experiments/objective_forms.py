@@ -1,6 +1,7 @@
 """Which form of the objective, and do on-policy states help? Arms that differ in one choice, held out against one another.
 
-    python -m onptq.experiments.objective_forms MODEL OUT --scheme W4A8
+    python -m onptq.experiments.objective_forms OUT --model MODEL --scheme W4A8
+    python -m onptq.experiments.objective_forms OUT                  # the table of what OUT holds
 
 All arms share theta^(0), prompts and steps. Each is judged on test prompts that no arm has seen, on the states its own rollouts
 visit; differences are paired by prompt, with a bootstrap over prompts.
@@ -35,6 +36,7 @@ from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 
 ARMS: dict[str, tuple[str, ...]] = {
+    "start": ("rounds=0",),
     "static, energy": ("method=static", "calibrate.normalize=energy"),
     "static, literal": ("method=static", "calibrate.normalize=none"),
     "onptq, energy": ("calibrate.normalize=energy",),
@@ -48,35 +50,40 @@ REPLICATES = 2000
 
 def main() -> None:
     args = _parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.model is not None:
+        _run_arms(args)
+    judged = {path.stem: States.read(path) for path in sorted(args.out.glob("*.parquet"))}
+    report = table(judged)
+    (args.out / "report.json").write_text(json.dumps(report, indent=1))
+    print(markdown(report))
+
+
+def _run_arms(args: argparse.Namespace) -> None:
     source = find_source(args.model)
     processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
-    policy = load_policy(source, args.scheme, device=args.device)
+    policy = load_policy(source, args.scheme, device=args.device, dtype=args.dtype)
     groups = [instructions(0, 18), instructions(18, 20), instructions(20, 20 + args.test_topics)]
     calibration, holdout, test = (_encode(policy, processor, group, 1000 * n) for n, group in enumerate(groups))
     start = METHODS[args.init](policy, calibration, lambda blocks: None)
-    judged = {f"{args.init} (start)": _judge(policy, start, test, args.overrides)}
-    args.out.mkdir(parents=True, exist_ok=True)
     for name in args.arms or ARMS:
         recipe = Recipe.preset("default", [f"scheme={args.scheme}", *ARMS[name], *args.overrides])
-        theta = _train(policy, calibration, holdout, start, recipe)
-        judged[name] = _judge(policy, theta, test, args.overrides)
-        print(name, json.dumps(judged_figures(judged[name])), flush=True)
-    for name, states in judged.items():
-        states.write(args.out / f"{args.scheme}-seed{args.seed}-{name.replace(', ', '-').replace(' ', '_')}.parquet")
-    report = table(judged)
-    (args.out / f"{args.scheme}-seed{args.seed}.json").write_text(json.dumps(report, indent=1))
-    print(markdown(report))
+        theta = _train(policy, calibration, holdout, start, recipe) if recipe.rounds else start
+        states = _judge(policy, theta, test, recipe.follow.max_tokens)
+        states.write(args.out / f"{name}.parquet")
+        print(name, json.dumps(judged_figures(states)), flush=True)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, help="one scheme, start and seed; arms can be added by several processes")
+    parser.add_argument("--model")
     parser.add_argument("--scheme", default="W4A8")
     parser.add_argument("--init", default="search", choices=sorted(METHODS))
     parser.add_argument("--arms", nargs="*", choices=sorted(ARMS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--test-topics", type=int, default=20)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     args = parser.parse_args()
@@ -109,10 +116,9 @@ def _train(
     return theta
 
 
-def _judge(policy: Policy, theta: Theta, test: Sequence[EncodedPrompt], overrides: Sequence[str]) -> States:
-    recipe = Recipe.preset("default", overrides)
+def _judge(policy: Policy, theta: Theta, test: Sequence[EncodedPrompt], max_tokens: int) -> States:
     policy.freeze(theta, keep_dequantized=True)
-    prefixes = Prefixes(policy, test, max_tokens=recipe.follow.max_tokens)
+    prefixes = Prefixes(policy, test, max_tokens=max_tokens)
     return compare(prefixes, follow(prefixes))
 
 

@@ -27,15 +27,15 @@ model = transformers.{loader}.from_pretrained(
 )
 ```
 
-transformers needs the `compressed-tensors` package. It dequantizes the weights when it loads them and {activations},
-so it computes what a low-bit server computes, but no faster than the source.
+transformers needs the `compressed-tensors` package. It dequantizes the weights when it loads them and {activations}:
+an exact simulation of the scheme, no faster than the source.
 {simulated}"""
 
 
 _SIMULATED = """
 ## Simulation only
 
-No serving kernel runs {scheme}: load it in transformers to measure accuracy; vLLM will not take it.
+No serving kernel is known to run {scheme}: load it in transformers to measure its accuracy.
 """
 
 

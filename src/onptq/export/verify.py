@@ -106,7 +106,17 @@ def load(folder: Path, family: Loadable, dtype: torch.dtype, device: torch.devic
             )
     if scheme is not None:
         check_modules(model, family.ignore)
+        _unpin(model)
     return model.eval().to(device)
+
+
+def _unpin(model: nn.Module) -> None:
+    """Where there is a GPU, unpacking leaves every module pinned to the host it was unpacked on."""
+    try:
+        from compressed_tensors.offload import remove_dispatch
+    except ImportError:  # older releases pin nothing
+        return
+    remove_dispatch(model)
 
 
 def check_modules(model: nn.Module, ignore: Sequence[str]) -> None:

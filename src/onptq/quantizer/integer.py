@@ -78,6 +78,6 @@ def cast_through(x: Tensor, dtype: torch.dtype) -> Tensor:
 def fake_quantize_activations(x: Tensor, bits: int) -> Tensor:
     """Dynamic, symmetric, one step per token; x is [..., tokens, channels]."""
     absmax = x.abs().amax(dim=-1, keepdim=True)
-    step = absmax / ((2**bits - 1) / 2)
+    step = absmax / absmax.new_full((), (2**bits - 1) / 2)  # a Python scalar would be multiplied by its reciprocal on a GPU
     step = torch.where(step == 0, torch.finfo(x.dtype).eps, step)
     return FakeQuantize.apply(x, step, None, None, bits, x.dtype)  # type: ignore[no-untyped-call, no-any-return]

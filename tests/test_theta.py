@@ -1,0 +1,322 @@
+"""theta: what folds folds exactly, the gauge is free, the trust region holds, and live and frozen Q are the same Q."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from conftest import FAMILIES, Tiny
+from torch import Tensor
+
+from onptq.cycle.prefixes import causal_mask
+from onptq.data.manifest import load_manifest
+from onptq.models.decoder import Tokens
+from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.loading import load_model
+from onptq.models.structure import LINEARS, NORMS
+from onptq.policy import Policy
+from onptq.quantizer.integer import fake_quantize_activations
+from onptq.quantizer.theta import (
+    OFFSET_RANGE,
+    PAIRS,
+    RATIO_RANGE,
+    SMOOTHING_REACH,
+    Theta,
+    log_scales_in,
+    log_scales_out,
+    pair_key,
+)
+from onptq.quantizer.weights import smoothed, weight_codes
+from onptq.schemes import Scheme
+
+SCHEMES = ("W8A8", "W4A16", "W4A16-g128", "W4A16-asym", "W4A16-g128-asym", "W4A8", "W4A6", "W3A8")
+
+
+def exact_policy(tiny: Tiny, scheme: Scheme) -> Policy:
+    """Everything in float64, the stored gains, biases and steps too."""
+    model = load_model(tiny.source, torch.float64, torch.device("cpu"))
+    return Policy(model, scheme, storage=torch.float64, eos=tiny.source.eos())
+
+
+def random_theta(policy: Policy, dtype: torch.dtype = torch.float32, offsets: bool = False) -> Theta:
+    generator = torch.Generator().manual_seed(0)
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme)
+    if offsets:
+        theta.add_offsets(policy.structure.blocks)
+    for u in theta.smoothing.values():
+        u.normal_(0, 0.5, generator=generator)
+    for c in theta.ratio.values():
+        c.uniform_(*RATIO_RANGE, generator=generator)
+    for v in theta.offset.values():
+        v.uniform_(*OFFSET_RANGE, generator=generator)
+    parts = ({key: value.to(dtype) for key, value in part.items()} for part in (theta.smoothing, theta.ratio, theta.offset))
+    return Theta(*parts)
+
+
+def batch_logits(policy: Policy, prompts: list[EncodedPrompt], side: str) -> Tensor:
+    batch = PromptBatch.of(prompts)
+    tokens = Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack)
+    with torch.no_grad(), policy.speaking(side):  # type: ignore[arg-type]
+        return policy.logits(policy.run(tokens)[batch.real])
+
+
+def model_logits(policy: Policy, tiny: Tiny, side: str, prompt: int = 0) -> np.ndarray:
+    """Through the checkpoint's own forward, with the prompt's image and sound."""
+    inputs = tiny.processor(load_manifest(tiny.manifest)[prompt]).tensors
+    blocks = [block.module for block in policy.structure.blocks]
+    with policy.speaking(side):  # type: ignore[arg-type]
+        return oracles.plain_forward(policy.model, blocks, inputs, [1, 2, 3])[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_smoothing_folds_exactly(tiny: Callable[[str], Tiny], family: str) -> None:
+    """With 16 bits nothing is rounded, so that Q is D: norms, GQA values with their bias, and up rows divide out."""
+    bed = tiny(family)
+    policy = exact_policy(bed, Scheme(16, 16))
+    attention = policy.structure.blocks[0].module.self_attn
+    assert policy.structure.blocks[0].heads > policy.structure.blocks[0].kv_heads
+    assert (attention.v_proj.bias is not None) == (family in ("qwen2.5-vl", "qwen2.5-omni", "qwen2"))
+    assert hasattr(attention, "q_norm") == family.startswith("qwen3")
+    theta = random_theta(policy, torch.float64)
+    dense = model_logits(policy, bed, "D")
+    for become_q in (policy.attach, policy.freeze):
+        become_q(theta)
+        np.testing.assert_allclose(model_logits(policy, bed, "Q"), dense, rtol=0, atol=1e-11)
+    folded = dict(policy.folded())
+    for block in policy.structure.blocks:
+        for name in (*NORMS, *LINEARS):
+            piece = folded[block.path(name)]
+            moved = piece.weight if name in NORMS else piece.codes  # type: ignore[union-attr]
+            assert not torch.allclose(moved, block.child(name).weight, rtol=1e-3), f"{name} was smoothed"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_16_bits_without_smoothing_are_the_dense_model_bit_for_bit(tiny: Callable[[str], Tiny], family: str) -> None:
+    bed = tiny(family)
+    policy = bed.policy("W16A16")
+    prompts = bed.encode(policy, 2)
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme)
+    dense = batch_logits(policy, prompts, "D")
+    for become_q in (policy.attach, policy.freeze):
+        become_q(theta)
+        assert torch.equal(batch_logits(policy, prompts, "Q"), dense)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_scale_of_the_wrong_channel_would_be_noticed(tiny: Callable[[str], Tiny], pair: str) -> None:
+    """Fold one pair's producer with a permuted vector: the exactness above depends on every channel meeting its own scale."""
+    bed = tiny("qwen2.5-vl")
+    policy = exact_policy(bed, Scheme(16, 16))
+    theta = random_theta(policy, torch.float64)
+    policy.freeze(theta)
+    block, key = policy.structure.blocks[0], pair_key(policy.structure.blocks[0], pair)
+    wrong = theta.clone()
+    wrong.smoothing[key] = wrong.smoothing[key].roll(1)
+    block.child(PAIRS[pair][0]).freeze(wrong)
+    assert np.abs(model_logits(policy, bed, "Q") - model_logits(policy, bed, "D")).max() > 1e-2
+
+
+def test_every_query_head_of_a_group_meets_the_scale_of_its_kv_channel(tiny: Callable[[str], Tiny]) -> None:
+    policy = tiny("qwen3").policy()
+    theta, block = random_theta(policy), policy.structure.blocks[1]
+    u, columns = theta.smoothing[pair_key(block, "v_o")], log_scales_in(theta, block, "o_proj")
+    share = block.heads // block.kv_heads
+    for head in range(block.heads):
+        for channel in range(block.head_dim):
+            expected = u[(head // share) * block.head_dim + channel]
+            assert columns[head * block.head_dim + channel] == expected
+    assert log_scales_out(theta, block, "v_proj") is u
+    assert log_scales_out(theta, block, "o_proj") is None
+    assert log_scales_out(theta, block, "gate_proj") is None
+
+
+def test_smoothing_multiplies_columns_and_divides_rows() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, u_in, u_out = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 6), (6,), (4,)))
+    weight = weight.float().double()
+    for out in (None, u_out):
+        expected = oracles.smoothed_weight(weight.numpy(), u_in.numpy(), None if out is None else out.numpy())
+        np.testing.assert_allclose(smoothed(weight, u_in, out), expected, rtol=1e-12)
+
+
+# The gauge and the trust region
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_constant_added_to_a_pair_changes_nothing(tiny: Callable[[str], Tiny], pair: str) -> None:
+    bed = tiny("qwen2.5-vl")
+    policy = exact_policy(bed, Scheme(4, 16))
+    theta = random_theta(policy, torch.float64)
+    policy.freeze(theta)
+    before, codes = model_logits(policy, bed, "Q"), dict(policy.folded())
+    for block in policy.structure.blocks:
+        theta.smoothing[pair_key(block, pair)] += 0.37
+    policy.freeze(theta)
+    np.testing.assert_allclose(model_logits(policy, bed, "Q"), before, rtol=0, atol=1e-10)
+    for path, piece in policy.folded():
+        if hasattr(piece, "codes"):
+            assert torch.equal(piece.codes, codes[path].codes)  # type: ignore[union-attr]
+
+
+def test_token_steps_absorb_a_constant() -> None:
+    x = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(4))
+    for bits in (4, 6, 8):  # a power of two, so that nothing but the exponent changes
+        assert torch.equal(fake_quantize_activations(x / 4, bits) * 4, fake_quantize_activations(x, bits))
+
+
+def moved_theta(distance: float) -> tuple[Theta, Theta]:
+    generator = torch.Generator().manual_seed(5)
+    origin = Theta({"p": torch.randn(64, generator=generator)}, {"r": torch.zeros(8, 1)}, {"r": torch.zeros(8, 16)})
+    origin.smoothing["p"] -= origin.smoothing["p"].mean()
+    theta = origin.clone()
+    for parameter in theta.parameters():
+        parameter += distance * torch.randn(parameter.shape, generator=generator)
+    return theta, origin
+
+
+def test_small_travel_is_projected_onto_zero_mean_only() -> None:
+    theta, origin = moved_theta(0.05)
+    before = theta.clone()
+    theta.project_(origin)
+    assert abs(float(theta.smoothing["p"].mean())) < 1e-6
+    torch.testing.assert_close(theta.smoothing["p"], before.smoothing["p"] - before.smoothing["p"].mean())
+    assert torch.equal(theta.offset["r"], before.offset["r"])
+
+
+def test_far_travel_is_brought_back_into_the_trust_region() -> None:
+    theta, origin = moved_theta(4.0)
+    theta.project_(origin)
+    travel = (theta.smoothing["p"] - origin.smoothing["p"]).abs()
+    assert travel.max() == pytest.approx(SMOOTHING_REACH, abs=1e-6)
+    assert theta.ratio["r"].min() >= math.log(0.4)
+    assert theta.ratio["r"].max() <= 0
+    assert theta.offset["r"].abs().max() == 0.5
+    assert (theta.ratio["r"] == 0).any(), "full range is the end of the ratios"
+
+
+def test_projection_leaves_the_origin_alone() -> None:
+    theta, origin = moved_theta(4.0)
+    untouched = origin.clone()
+    theta.project_(origin)
+    assert all(torch.equal(a, b) for a, b in zip(origin.parameters(), untouched.parameters(), strict=True))
+
+
+# Persistence
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+def test_theta_survives_the_disk_bit_for_bit(tiny: Callable[[str], Tiny], tmp_path: Path, offsets: bool) -> None:
+    policy = tiny("qwen2").policy("W4A16-g128")
+    theta = random_theta(policy, offsets=offsets)
+    theta.save(tmp_path / "theta.safetensors")
+    loaded = Theta.load(tmp_path / "theta.safetensors")
+    for part in ("smoothing", "ratio", "offset"):
+        before, after = getattr(theta, part), getattr(loaded, part)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+    assert bool(loaded.offset) == offsets
+
+
+def test_clones_share_nothing(tiny: Callable[[str], Tiny]) -> None:
+    policy = tiny("qwen2").policy()
+    theta = random_theta(policy, offsets=True)
+    copy, saved = theta.clone(), theta.clone()
+    for parameter in theta.parameters():
+        parameter.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), saved.parameters(), strict=True))
+
+
+# Live and frozen
+
+
+@pytest.mark.parametrize("offsets", [False, True], ids=["nearest", "offsets"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_live_and_frozen_q_give_the_same_bits(tiny: Callable[[str], Tiny], scheme: str, offsets: bool) -> None:
+    bed = tiny("qwen2.5-vl")
+    policy = bed.policy(scheme)
+    prompts = bed.encode(policy, 2)
+    theta = random_theta(policy, offsets=offsets)
+    dense = batch_logits(policy, prompts, "D")
+    policy.attach(theta.clone().requires_grad_())
+    live = batch_logits(policy, prompts, "Q")
+    policy.freeze(theta)
+    assert torch.equal(batch_logits(policy, prompts, "Q"), live)
+    policy.freeze(theta, keep_dequantized=True)
+    for _ in range(2):
+        assert torch.equal(batch_logits(policy, prompts, "Q"), live)
+    assert torch.equal(batch_logits(policy, prompts, "D"), dense), "D does not know about theta"
+    assert (live - dense).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-omni", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_live_and_frozen_agree_in_every_family_and_compute_dtype(
+    tiny: Callable[[str], Tiny], family: str, dtype: torch.dtype
+) -> None:
+    bed = tiny(family)
+    policy = bed.policy("W4A8", dtype)
+    prompts = bed.encode(policy, 2)
+    theta = random_theta(policy)
+    policy.attach(theta)
+    live = batch_logits(policy, prompts, "Q")
+    policy.freeze(theta)
+    assert torch.equal(batch_logits(policy, prompts, "Q"), live)
+
+
+@pytest.mark.parametrize("scheme", ["W4A8", "W4A16-g128-asym"])
+def test_what_folds_is_codes_and_steps_in_the_stored_dtype(tiny: Callable[[str], Tiny], scheme: str) -> None:
+    bed = tiny("qwen2.5-vl")
+    policy = bed.policy(scheme)
+    theta = random_theta(policy)
+    policy.freeze(theta)
+    folded = dict(policy.folded())
+    for block in policy.structure.blocks:
+        for name in LINEARS:
+            piece, weight = folded[block.path(name)], block.child(name).weight
+            assert piece.codes.dtype == torch.int8  # type: ignore[union-attr]
+            assert piece.step.dtype == torch.bfloat16  # type: ignore[union-attr]
+            assert (int(piece.codes.min()), int(piece.codes.max())) == (-8, 7)  # type: ignore[union-attr]
+            out = log_scales_out(theta, block, name)
+            expected = oracles.smoothed_weight(
+                weight[:5].double().numpy(),  # type: ignore[index]
+                log_scales_in(theta, block, name).double().numpy(),
+                None if out is None else out[:5].double().numpy(),
+            )
+            again = weight_codes(
+                torch.from_numpy(expected).float(), theta.ratio[block.path(name)][:5], None, policy.scheme, torch.bfloat16
+            )
+            assert (again[0] != piece.codes[:5]).double().mean() < 0.01  # type: ignore[union-attr]
+        for name in NORMS:
+            assert folded[block.path(name)].weight.dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
+def test_without_ratios_and_smoothing_theta_is_plain_rounding(tiny: Callable[[str], Tiny]) -> None:
+    bed = tiny("qwen2.5-vl")
+    policy = exact_policy(bed, Scheme(4, 16))
+    policy.freeze(Theta.rtn(policy.structure.blocks, policy.scheme))
+    folded = dict(policy.folded())
+    for block in policy.structure.blocks:
+        for name in LINEARS:
+            weight = block.child(name).weight.numpy()  # type: ignore[operator]
+            step = oracles.row_step(weight, np.ones((len(weight), 1)), 4)
+            piece, rounded = folded[block.path(name)], oracles.rounding(weight, step, 4)
+            clear = np.abs(rounded.residual) < 0.5 - 1e-5  # stored weights have few bits, so that exact ties occur
+            assert clear.mean() > 0.99
+            np.testing.assert_array_equal(piece.codes.numpy()[clear], rounded.code[clear])  # type: ignore[union-attr]
+            np.testing.assert_allclose(piece.step, step, rtol=1e-6)  # type: ignore[union-attr]
+
+
+def test_a_scheme_names_its_groups_in_the_ratios(tiny: Callable[[str], Tiny]) -> None:
+    policy = tiny("qwen2.5-vl").policy("W4A16-g128")
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme)
+    block = policy.structure.blocks[0]
+    assert theta.ratio[block.path("down_proj")].shape == (256, 4)
+    assert theta.ratio[block.path("q_proj")].shape == (256, 2)
+    per_row = Theta.rtn(policy.structure.blocks, replace(policy.scheme, group_size=None))
+    assert per_row.ratio[block.path("down_proj")].shape == (256, 1)
