@@ -87,7 +87,9 @@ def common_horizon(reference: Sequence[int], competitor: Sequence[int], eos: Col
     return reach
 
 
-def eq8_consequence(reference: Sequence[Array], competitor: Sequence[Array], horizon: int, divergence: str = "js") -> float:
+def eq8_consequence(
+    reference: Sequence[Array], competitor: Sequence[Array], horizon: int, divergence: str = "js"
+) -> float:
     """A_t from D's logits at s_{t+1}, ..., s_{t+H} of both branches; 0 where no common state exists."""
     if horizon == 0:
         return 0.0
@@ -125,7 +127,10 @@ def eq13_critical_loss(hidden: float, pair: float, response: float) -> float:
 
 
 def eq14_anchor(
-    dense: Sequence[Array], quant: Sequence[Array], energy: Sequence[float] | None = None, share: Sequence[Array] | None = None
+    dense: Sequence[Array],
+    quant: Sequence[Array],
+    energy: Sequence[float] | None = None,
+    share: Sequence[Array] | None = None,
 ) -> float:
     """Hidden vectors of every anchor token of every prompt: per prompt [blocks, tokens, d].
 

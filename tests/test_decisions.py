@@ -217,9 +217,15 @@ def test_compare_reports_what_the_plain_model_says_at_every_state(rollout: Rollo
             step = states.t[row] - 1
             reference, quantized = oracles.eq3_actions(dense[step], quant[step])
             competitor = oracles.eq4_competitor(quant[step], reference)
-            assert (states.reference[row], states.quantized[row], states.competitor[row]) == (reference, quantized, competitor)
+            assert (states.reference[row], states.quantized[row], states.competitor[row]) == (
+                reference,
+                quantized,
+                competitor,
+            )
             margins = [oracles.eq5_margin(z[step], reference, competitor) for z in (dense, quant)]
-            np.testing.assert_allclose((states.margin_dense[row], states.margin_quant[row]), margins, rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(
+                (states.margin_dense[row], states.margin_quant[row]), margins, rtol=1e-9, atol=1e-9
+            )
             assert states.erosion[row] == pytest.approx(oracles.eq6_erosion(*margins), abs=1e-9)
             assert states.js[row] == pytest.approx(oracles.eq7_same_state(dense[step], quant[step]), abs=1e-9)
             assert states.kl[row] == pytest.approx(oracles.eq17_response(dense[step], quant[step]), abs=1e-9)
@@ -246,7 +252,11 @@ def ending(tiny: Callable[[str], Tiny], rollout: Rollout) -> Rollout:
     """The same policy, whose ending tokens are ones that its rollouts and branches are known to write."""
     first = compare(rollout.prefixes, rollout.trajectories)
     candidates = first.candidates
-    eos = {rollout.trajectories[0].tokens[4], int(first.competitor[candidates][1]), int(first.reference[candidates][-1])}
+    eos = {
+        rollout.trajectories[0].tokens[4],
+        int(first.competitor[candidates][1]),
+        int(first.reference[candidates][-1]),
+    }
     written = branch_continuations(rollout, first, horizon=2)
     eos |= {int(written[len(written) // 2][1])}
     return Rollout(tiny("qwen2.5-vl"), "W4A16", count=2, max_tokens=10, eos=frozenset(eos))

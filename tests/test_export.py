@@ -292,13 +292,19 @@ def test_only_the_decoders_linears_are_quantized(model, sources, tmp_path):
     assert not [name for name in quantized if "visual" in name or "audio" in name or "lm_head" in name]
 
 
-def test_a_quantized_tower_is_found(sources, tmp_path):
-    out = export("qwen2.5-vl", sources("qwen2.5-vl"), tmp_path / "out", "W8A8")
+@pytest.mark.parametrize(
+    ("scheme", "message"), [("W8A8", r"missing keys.*visual"), ("W16A8", r"wrongly quantized.*visual")]
+)
+def test_a_quantized_tower_is_found_at_load(scheme, message, sources, tmp_path):
+    out = export("qwen2.5-vl", sources("qwen2.5-vl"), tmp_path / "out", scheme)
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"]["ignore"] = ["lm_head", "visual.blocks.0.attn.qkv"]  # names on disk, as others write
     (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(OnPTQError, match=r"missing keys|wrongly quantized"):
+    with pytest.raises(OnPTQError, match=message):
         load(out, family("qwen2.5-vl"), torch.float32)
+
+
+def test_modules_outside_the_decoder_may_not_be_quantized(sources):
     model = load(sources("qwen2.5-vl"), family("qwen2.5-vl"), torch.float32)
     for name, module in model.named_modules():
         if name.endswith(LINEARS) and "visual" not in name:
@@ -650,7 +656,10 @@ def test_sources_that_cannot_be_read_are_named(sources, tmp_path):
     with pytest.raises(OnPTQError, match=r"cannot read .*model-b.safetensors \(missing"):
         export("llama", source, tmp_path / "out", parts=())
     shard.write_bytes((source / "model-a.safetensors").read_bytes())
-    with pytest.raises(OnPTQError, match=r"stored twice|but it does not"):
+    with pytest.raises(OnPTQError, match=r"stored twice, in model-a.safetensors and model-b.safetensors"):
+        export("llama", source, tmp_path / "out", parts=())
+    save_file({"other": torch.zeros(2)}, shard, {"format": "pt"})
+    with pytest.raises(OnPTQError, match=r"says that model-b.safetensors holds .*, but it does not"):
         export("llama", source, tmp_path / "out", parts=())
     config.write_text(text[:-5])
     with pytest.raises(OnPTQError, match="not valid JSON"):

@@ -118,7 +118,9 @@ def test_symmetric_row_steps_are_the_full_range_times_the_ratio(bits: int) -> No
 @pytest.mark.parametrize("shift", [0.0, 0.7, -3.0])
 def test_asymmetric_rows_cover_their_range_and_keep_zero_exact(shift: float) -> None:
     weight = normal(6, 24, seed=3) + shift
-    codes, step, zero = weight_codes(weight, torch.zeros(6, 1).double(), None, Scheme(4, symmetric=False), torch.float64)
+    codes, step, zero = weight_codes(
+        weight, torch.zeros(6, 1).double(), None, Scheme(4, symmetric=False), torch.float64
+    )
     assert zero is not None
     reached = dequantize(codes, step, zero, torch.float64)
     span = weight.amax(1).clamp(min=0) - weight.amin(1).clamp(max=0)
@@ -242,7 +244,12 @@ def test_smoothing_ratios_and_offsets_learn_through_the_weight_step(scheme: str,
     groups = 3 if parsed.group_size else 1
     weight, grad = normal(5, 12, seed=8), normal(5, 12, seed=9)
     offset = torch.rand(5, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64) - 0.5
-    start = [normal(12, seed=10, scale=0.3), normal(5, seed=11, scale=0.3), -0.5 * normal(5, groups, seed=12).abs(), offset]
+    start = [
+        normal(12, seed=10, scale=0.3),
+        normal(5, seed=11, scale=0.3),
+        -0.5 * normal(5, groups, seed=12).abs(),
+        offset,
+    ]
     if not with_offset:
         start[3] = torch.zeros_like(offset)
     theta = [tensor.clone().requires_grad_() for tensor in start]

@@ -98,8 +98,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that is quantized in a second, and its prompts."""
     folder = tmp_path_factory.mktemp("small")
     return write_random(
-        "qwen2.5-vl", folder, prompts=6, hidden=128, heads=4, kv_heads=2, ffn=256, vocab=512, image_size=56
+        "qwen2.5-vl", folder, prompts=6, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512, image_size=56
     )
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide enough for groups of 128."""
+    folder = tmp_path_factory.mktemp("wide")
+    return write_random("qwen2.5-vl", folder, prompts=6, hidden=128, heads=4, ffn=256, vocab=512, image_size=56)
 
 
 Quantize = Callable[..., Path]
@@ -165,10 +172,10 @@ def test_a_checkpoint_of_every_family_becomes_one_that_plain_transformers_loads_
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("method", ["rtn", "onptq"])
-def test_every_scheme_is_written_and_verified(scheme: str, method: str, small: Path, tmp_path: Path) -> None:
-    prompts = None if method == "rtn" else small / "prompts.jsonl"
+def test_every_scheme_is_written_and_verified(scheme: str, method: str, wide: Path, tmp_path: Path) -> None:
+    prompts = None if method == "rtn" else wide / "prompts.jsonl"
     changes = {"scheme": scheme, "method": method} | ({"rounds": 0} if method == "rtn" else {})
-    result = onptq.quantize(small, tmp_path, calibration=prompts, recipe=recipe(changes))
+    result = onptq.quantize(wide, tmp_path, calibration=prompts, recipe=recipe(changes))
     assert result.summary["scheme"] == scheme
     assert result.summary["verification"]["max_abs_difference"] == 0.0
     [group] = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"].values()

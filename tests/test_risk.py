@@ -32,7 +32,9 @@ def bank(seed: int = 0, prompts: int = 5, longest: int = 9, levels: int | None =
     kind = rng.choice([AGREE, NEAR_MISS, MISMATCH], count).astype(np.int8)
     erosion = np.where(kind == AGREE, 0, 3 * positive()).astype(np.float32)
     margin = rng.standard_normal(count).astype(np.float32)
-    ids = {name: rng.integers(0, 50, count).astype(np.int32) for name in ("token", "reference", "competitor", "quantized")}
+    ids = {
+        name: rng.integers(0, 50, count).astype(np.int32) for name in ("token", "reference", "competitor", "quantized")
+    }
     states = States.compared(
         prompt=np.array([p for p, _ in places], np.int32),
         t=np.array([t for _, t in places], np.int32),

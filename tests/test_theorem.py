@@ -19,7 +19,9 @@ quickly = settings(max_examples=100, deadline=None)
 
 logits = arrays(np.float64, ACTIONS, elements=st.floats(-20, 20, width=32) | st.integers(-1, 1).map(float))
 values = arrays(np.float64, ACTIONS, elements=st.floats(-100, 100, width=32) | st.just(1.0))
-masses = arrays(np.float64, ACTIONS, elements=st.floats(0, 1, width=32) | st.just(0.0)).filter(lambda mass: mass.sum() > 0)
+masses = arrays(np.float64, ACTIONS, elements=st.floats(0, 1, width=32) | st.just(0.0)).filter(
+    lambda mass: mass.sum() > 0
+)
 one_hot = st.integers(0, ACTIONS - 1).map(lambda action: np.eye(ACTIONS)[action])
 distributions = logits.map(oracles.softmax) | masses.map(lambda mass: mass / mass.sum()) | one_hot
 ROUNDING = 1e-11  # of sums of values up to 100
@@ -40,7 +42,9 @@ def test_either_factor_at_zero_leaves_no_deviation(policy: np.ndarray, value: np
     assert oracles.eq21_bound(policy, policy, value) == 0
     flat = np.full(ACTIONS, level)
     assert oracles.eq21_bound(policy, np.roll(policy, 1), flat) == 0
-    assert oracles.eq20_return(policy, flat) == pytest.approx(oracles.eq20_return(np.roll(policy, 1), flat), abs=ROUNDING)
+    assert oracles.eq20_return(policy, flat) == pytest.approx(
+        oracles.eq20_return(np.roll(policy, 1), flat), abs=ROUNDING
+    )
 
 
 def test_the_bound_is_attained_when_all_mass_moves_from_the_best_to_the_worst_action() -> None:

@@ -55,7 +55,9 @@ def random_theta(policy: Policy, dtype: torch.dtype = torch.float32, offsets: bo
         c.uniform_(*RATIO_RANGE, generator=generator)
     for v in theta.offset.values():
         v.uniform_(*OFFSET_RANGE, generator=generator)
-    parts = ({key: value.to(dtype) for key, value in part.items()} for part in (theta.smoothing, theta.ratio, theta.offset))
+    parts = (
+        {key: value.to(dtype) for key, value in part.items()} for part in (theta.smoothing, theta.ratio, theta.offset)
+    )
     return Theta(*parts)
 
 
@@ -138,7 +140,9 @@ def test_every_query_head_of_a_group_meets_the_scale_of_its_kv_channel(tiny: Cal
 
 def test_smoothing_multiplies_columns_and_divides_rows() -> None:
     generator = torch.Generator().manual_seed(3)
-    weight, u_in, u_out = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 6), (6,), (4,)))
+    weight, u_in, u_out = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 6), (6,), (4,))
+    )
     weight = weight.float().double()
     for out in (None, u_out):
         expected = oracles.smoothed_weight(weight.numpy(), u_in.numpy(), None if out is None else out.numpy())
@@ -289,7 +293,11 @@ def test_what_folds_is_codes_and_steps_in_the_stored_dtype(tiny: Callable[[str],
                 None if out is None else out[:5].double().numpy(),
             )
             again = weight_codes(
-                torch.from_numpy(expected).float(), theta.ratio[block.path(name)][:5], None, policy.scheme, torch.bfloat16
+                torch.from_numpy(expected).float(),
+                theta.ratio[block.path(name)][:5],
+                None,
+                policy.scheme,
+                torch.bfloat16,
             )
             assert (again[0] != piece.codes[:5]).double().mean() < 0.01  # type: ignore[union-attr]
         for name in NORMS:

@@ -42,6 +42,13 @@ ARMS: dict[str, tuple[str, ...]] = {
     "onptq, energy": ("calibrate.normalize=energy",),
     "onptq, literal": ("calibrate.normalize=none",),
     "uniform, energy": ("calibrate.normalize=energy", "select.rule=all"),
+    "onptq, energy, K 1024": ("calibrate.normalize=energy", "select.budget=1024"),
+    "onptq, energy, every candidate": ("calibrate.normalize=energy", "select.budget=1000000"),
+    "onptq, energy, every candidate, gamma 1": (
+        "calibrate.normalize=energy",
+        "select.budget=1000000",
+        "calibrate.gamma=1",
+    ),
     "onptq, energy, gamma 1": ("calibrate.normalize=energy", "calibrate.gamma=1"),
     "uniform, energy, gamma 1": ("calibrate.normalize=energy", "select.rule=all", "calibrate.gamma=1"),
 }
