@@ -210,7 +210,7 @@ def test_the_anchor_is_every_prompt_token_and_no_response_token(beds: Callable[.
     owned = [len(steps) for steps in CRITICAL.values()]
     weights = [item.weight.tolist() for item in bed.items()]
     assert [len(weight) for weight in weights] == owned
-    assert sum(weights, []) == pytest.approx(WEIGHTS)
+    assert [weight for own in weights for weight in own] == pytest.approx(WEIGHTS)
 
 
 def test_prompts_without_critical_states_still_anchor(beds: Callable[..., Bed]) -> None:

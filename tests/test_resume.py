@@ -5,6 +5,7 @@ Every run and every kill -9 here is a process of its own, forked from a server t
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ TINY: dict[str, Any] = {
     "data.prompts": 4,
     "data.holdout": 2,
     "follow.max_tokens": 8,
-    "calibrate.epochs": 3,
+    "calibrate.epochs": 2,
     "calibrate.batch": 2,
     "calibrate.micro_batch": 2,
     "calibrate.lr_smoothing": 0.02,
@@ -35,6 +36,11 @@ TINY: dict[str, Any] = {
     "compute.batch_tokens": 200,  # several batches
     "compute.device": "cpu",
 }
+CHECKPOINT = {
+    "model.safetensors",
+    "config.json",
+    "tokenizer.json",
+}  # where a kill among the checkpoint's files is tried
 VARYING = {"onptq/log.jsonl", "onptq/summary.json"}  # they tell times, and how often the run was begun
 
 
@@ -75,6 +81,8 @@ def kill_while_writing(out: Path, survived: set[tuple[str, str]]) -> None:
 
     def replace(source: Any, target: Any, **options: Any) -> None:
         name = str(Path(target).relative_to(out))
+        if not name.startswith("onptq/") and name not in CHECKPOINT:
+            return rename(source, target, **options)
         if (name, "before") not in survived:
             if Path(source).is_file():
                 os.truncate(source, Path(source).stat().st_size // 2)  # the disk may hold only half of it
@@ -85,6 +93,7 @@ def kill_while_writing(out: Path, survived: set[tuple[str, str]]) -> None:
         rename(source, target, **options)
         if (name, "after") not in survived:
             last_words(name, "after")
+        return None
 
     def last_words(name: str, moment: str) -> NoReturn:
         with (out.parent / f"{out.name}.deaths").open("a") as file:
@@ -95,11 +104,14 @@ def kill_while_writing(out: Path, survived: set[tuple[str, str]]) -> None:
 
 
 def run_job(job: Mapping[str, Any]) -> int:
+    import torch
+
     import onptq
     from onptq.cycle import rounds
     from onptq.errors import OnPTQError
     from onptq.recipe import Recipe
 
+    torch.set_num_threads(1)  # makes torch replace the pool it lost in the fork, before several threads want it at once
     rounds.SAVE_SECONDS = job["save_seconds"]
     if job["survived"] is not None:
         kill_while_writing(Path(job["out"]), {tuple(death) for death in job["survived"]})
@@ -119,14 +131,28 @@ def run_job(job: Mapping[str, Any]) -> int:
     return 0
 
 
+def import_everything(model: str) -> None:
+    """Much is imported only when it is used, so use it."""
+    import onptq.job
+    from onptq.data.manifest import load_manifest
+    from onptq.models.loading import find_source
+    from onptq.models.processing import PromptProcessor
+    from onptq.policy import load_policy
+
+    source = find_source(model)
+    processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+    inputs = processor(load_manifest(source.folder / "prompts.jsonl")[0])
+    load_policy(source, "W4A8", device="cpu").encode(inputs.tensors, inputs.modality)
+    onptq.job.quantize  # noqa: B018
+
+
 def serve(model: str) -> None:
     """One job per line of standard input, each in a fork; its exit status, or minus the signal that ended it, as answer."""
     import torch
 
     torch.set_num_threads(1)  # a fork has only the thread that forked
-    from onptq.policy import load_policy
-
-    load_policy(model, "W4A8", device="cpu")  # what transformers imports only when it is used
+    import_everything(model)
+    gc.freeze()  # a collection in a fork would copy every page
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)
@@ -164,12 +190,13 @@ class Server:
         survived: list[Any] | None = None,
         save_seconds: float = 0.0,
         verify: bool = False,
+        model: Path | None = None,
     ) -> int:
         """Run the job into `out`, in a process of its own, to its end or to its death."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         job = {"recipe": TINY | dict(changes or {}), "kill": kill, "survived": survived, "save_seconds": save_seconds}
-        job |= {"model": str(self.model), "out": str(out), "said": str(self.said), "verify": verify}
+        job |= {"model": str(model or self.model), "out": str(out), "said": str(self.said), "verify": verify}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
@@ -184,6 +211,16 @@ class Server:
             self.done[key] = self.said.parent / f"reference-{len(self.done)}"
             self.finish(self.done[key], changes)
         return self.done[key]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -255,17 +292,15 @@ def test_the_reference_is_worth_comparing_with(server: Server) -> None:
     assert found["onptq/rounds/0/bank.parquet"] != found["onptq/rounds/1/bank.parquet"]
     best = [figures["best_step"] for figures in summary(server.reference())["rounds"]]
     assert min(best) > 0
-    assert min(best) < 6  # the best iterate is not simply the last one
+    assert min(best) < 4  # the best iterate is not simply the last one
 
 
 PHASES = [
-    ("Load", 0),
     ("Encode", 2),
     ("Initialize (search)", 1),
     ("Follow held-out at the start", 1),
     ("Compare held-out at the start", 1),
-    *((f"{step} {k}", done) for k in (1, 2) for step, done in (("Follow", 0), ("Follow", 1), ("Compare", 1), ("Branch", 1))),
-    *((f"{step} held-out {k}", 1) for k in (1, 2) for step in ("Follow", "Compare")),
+    *((f"{step} {k}", 1) for k in (1, 2) for step in ("Follow", "Compare", "Branch", "Follow held-out", "Compare held-out")),
     ("Calibrate 1", 0),
     ("Calibrate 2", 0),
     ("Follow held-out at the end", 1),
@@ -286,24 +321,34 @@ def test_kill_9_in_each_phase_and_the_same_command_ends_the_same(
     assert_same(run, server.reference())
 
 
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("save_seconds", [0.0, 3600.0], ids=["saved", "not saved"])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"calibrate.rounding": True}, {"method": "static"}, {"refresh": False, "calibrate.keep": "last"}],
-    ids=["onptq", "rounding", "static", "no refresh"],
-)
-def test_kill_9_in_the_middle_of_an_update(
-    k: int, save_seconds: float, changes: dict[str, Any], server: Server, tmp_path: Path
+UPDATES: dict[str, tuple[int, dict[str, Any]]] = {
+    "first": (1, {}),
+    "second": (2, {}),
+    "rounding": (2, {"calibrate.rounding": True}),
+    "static": (2, {"method": "static"}),
+    "no refresh": (2, {"refresh": False, "calibrate.keep": "last"}),
+}
+
+
+@pytest.mark.parametrize(("k", "changes"), UPDATES.values(), ids=UPDATES)
+def test_kill_9_in_the_middle_of_an_update_that_had_saved_where_it_was(
+    k: int, changes: dict[str, Any], server: Server, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert server(run, changes, kill=(f"Calibrate {k}", 4), save_seconds=save_seconds) == -signal.SIGKILL
-    saved = run / f"onptq/rounds/{k - 1}/.calibrate.safetensors"
-    assert saved.exists() == (save_seconds == 0)
-    if saved.exists():  # and once more, from the saved state
-        assert server(run, changes, kill=(f"Calibrate {k}", 5)) == -signal.SIGKILL
+    for step in (2, 4):  # the second process goes on from what the first one saved, and saves again
+        assert server(run, changes, kill=(f"Calibrate {k}", step)) == -signal.SIGKILL
+        assert (run / f"onptq/rounds/{k - 1}/.calibrate.safetensors").exists()
     server.finish(run, changes)
     assert_same(run, server.reference(changes))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_kill_9_in_the_middle_of_an_update_that_had_saved_nothing(k: int, server: Server, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert server(run, kill=(f"Calibrate {k}", 3), save_seconds=3600) == -signal.SIGKILL
+    assert not (run / f"onptq/rounds/{k - 1}/.calibrate.safetensors").exists()
+    server.finish(run)
+    assert_same(run, server.reference())
 
 
 @pytest.mark.parametrize("done", [0, 2])
@@ -332,7 +377,7 @@ def test_kill_9_before_and_after_every_single_rename(server: Server, tmp_path: P
     assert len(survived) == 2 * len(died_at)
     expected = {f"onptq/{name}" for name in ("recipe.yaml", "prompts.parquet", "init.safetensors", "summary.json")}
     expected |= {f"onptq/rounds/0/{name}" for name in (*ROUND, ".compared.parquet", ".calibrate.safetensors")}
-    assert died_at >= expected | {"model.safetensors", "config.json", "tokenizer.json"}
+    assert died_at >= expected | CHECKPOINT
     assert_same(run, server.reference(changes))
 
 
@@ -345,7 +390,7 @@ def test_the_log_tells_of_every_beginning_and_survives_torn_lines(server: Server
     events = [json.loads(line) for line in (run / "onptq/log.jsonl").read_text().splitlines()]
     assert [event["resumed"] for event in events if event["event"] == "open"] == [False, True]
     steps = [event["step"] for event in events if event["event"] == "step" and event["round"] == 0]
-    assert steps == [1, 2, 3, 4, 5, 6]
+    assert steps == [1, 2, 3, 4]
 
 
 # --- only the same command ------------------------------------------------------------------------------------------
@@ -366,7 +411,7 @@ def begun(killed: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own_model(model: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(model, tmp_path / "model")
+    return shutil.copytree(model, tmp_path / "elsewhere" / model.name)  # the model card names the folder
 
 
 def call(model: Path, out: Path, changes: Mapping[str, Any] | None = None, *arguments: object) -> Any:
@@ -394,7 +439,7 @@ def assert_refused(done: Any, run: Path, before: dict[str, tuple[int, bytes]], *
         ({"scheme": "W8A8"}, "recipe.scheme: 'W4A8' -> 'W8A8'"),
         ({"seed": 3}, "seeds.recipe: 0 -> 3"),
         ({"rounds": 3}, "recipe.rounds: 2 -> 3"),
-        ({"method": "static"}, "recipe.calibrate.gamma: 0.2 -> 0.0"),
+        ({"method": "static"}, "recipe.calibrate.gamma: 1.0 -> 0.0"),
         ({"data.prompts": 3}, "prompts.calibration: 4 -> 3"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -481,12 +526,10 @@ def test_changed_prompts_are_refused_with_the_difference(
 def test_the_same_model_and_prompts_from_elsewhere_continue_the_run(
     server: Server, own_model: Path, begun: Path
 ) -> None:
-    done = call(own_model, begun, None, "--no-verify", "--quiet")
-    assert done.exit_code == 0
-    reference = server.reference()
-    for name in ("onptq/rounds/0/theta.safetensors", "onptq/rounds/1/bank.parquet"):
-        assert (begun / name).exists()
-        assert (reference / name).exists()
+    server.finish(begun, model=own_model)
+    found, expected = files(begun), files(server.reference())
+    assert [name for name in expected if found[name] != expected[name]] == []
+    assert summary(begun) == summary(server.reference()) | {"model": str(own_model)}
 
 
 def test_other_versions_only_warn(model: Path, server: Server, begun: Path) -> None:

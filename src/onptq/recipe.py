@@ -112,7 +112,7 @@ class SelectConfig(Config):
     rule: Literal["risk", "all", "mismatch", "mismatch_near_miss", "consequence", "random"] = Field(
         default="risk", description="which states become critical: by risk, or one of the ablations"
     )
-    budget: StrictInt = Field(default=256, ge=1, description="K_c: size of the critical set")
+    budget: StrictInt = Field(default=8192, ge=1, description="K_c: size of the critical set")
     per_prompt: StrictInt | None = Field(
         default=None, ge=1, description="k states of every prompt instead of a global top K_c"
     )
@@ -122,7 +122,7 @@ class SelectConfig(Config):
 class CalibrateConfig(Config):
     """Calibrate: anchor loss + gamma * loss of the critical states, over the foldable parameters theta."""
 
-    gamma: Real = Field(default=0.2, ge=0, description="gamma: weight of the critical states beside the anchor")
+    gamma: Real = Field(default=1.0, ge=0, description="gamma: weight of the critical states beside the anchor")
     anchor: Real = Field(default=1.0, ge=0, description="weight of the anchor on the prompt; 0 removes it")
     hidden: Real = Field(default=1.0, ge=0, description="weight of the hidden-state error; 0 removes it")
     pair: Real = Field(default=1.0, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")

@@ -134,7 +134,10 @@ def atomically(target: Path) -> Iterator[Path]:
     try:
         with explained(target):
             target.parent.mkdir(parents=True, exist_ok=True)
+            temporary.touch()
+            mode = temporary.stat().st_mode  # as the user's umask has it; safetensors lets only the owner read its files
             yield temporary
+            temporary.chmod(mode)
             _sync(temporary)
             os.replace(temporary, target)
             _sync(target.parent)

@@ -15,7 +15,7 @@ from torch import nn
 
 from onptq.errors import OnPTQError
 from onptq.models import family_of
-from onptq.models.family import Family
+from onptq.models.family import Family, text_config
 
 WEIGHTS = "*.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +45,7 @@ class Source:
 
     def eos(self) -> tuple[int, ...]:
         """Every token that ends a response, from generation_config.json or else config.json."""
-        for settings in (_read_json(self.folder / "generation_config.json"), self.config):
+        for settings in (_read_json(self.folder / "generation_config.json"), self.config, text_config(self.config)):
             found = settings.get("eos_token_id")
             if found is not None:
                 return tuple(found) if isinstance(found, list) else (found,)
