@@ -126,7 +126,7 @@ def test_static_differs_from_onptq_in_gamma_alone() -> None:
     onptq, static = Recipe.preset("paper"), Recipe.preset("paper", ["method=static"])
     assert difference(onptq.model_dump(), static.model_dump()) == [
         "method: 'onptq' -> 'static'",
-        "calibrate.gamma: 1.0 -> 0.0",
+        "calibrate.gamma: 0.2 -> 0.0",
     ]
 
 

@@ -35,22 +35,24 @@ from onptq.policy import Policy, load_policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 
+ENERGY, LITERAL = "calibrate.normalize=energy", "calibrate.normalize=none"
+EVERY, UNIFORM = "select.budget=1000000", "select.rule=all"
+PAPER = ("calibrate.gamma=0.2", "select.budget=256")  # of every arm that does not say otherwise
+
 ARMS: dict[str, tuple[str, ...]] = {
     "start": ("rounds=0",),
-    "static, energy": ("method=static", "calibrate.normalize=energy"),
-    "static, literal": ("method=static", "calibrate.normalize=none"),
-    "onptq, energy": ("calibrate.normalize=energy",),
-    "onptq, literal": ("calibrate.normalize=none",),
-    "uniform, energy": ("calibrate.normalize=energy", "select.rule=all"),
-    "onptq, energy, K 1024": ("calibrate.normalize=energy", "select.budget=1024"),
-    "onptq, energy, every candidate": ("calibrate.normalize=energy", "select.budget=1000000"),
-    "onptq, energy, every candidate, gamma 1": (
-        "calibrate.normalize=energy",
-        "select.budget=1000000",
-        "calibrate.gamma=1",
-    ),
-    "onptq, energy, gamma 1": ("calibrate.normalize=energy", "calibrate.gamma=1"),
-    "uniform, energy, gamma 1": ("calibrate.normalize=energy", "select.rule=all", "calibrate.gamma=1"),
+    "static, energy": (ENERGY, "calibrate.gamma=0"),
+    "static, literal": (LITERAL, "calibrate.gamma=0"),
+    "onptq, energy": (ENERGY,),
+    "onptq, literal": (LITERAL,),
+    "onptq, energy, gamma 1": (ENERGY, "calibrate.gamma=1"),
+    "onptq, energy, K 1024": (ENERGY, "select.budget=1024"),
+    "onptq, energy, every candidate": (ENERGY, EVERY),
+    "onptq, energy, every candidate, gamma 1": (ENERGY, EVERY, "calibrate.gamma=1"),
+    "onptq, literal, every candidate, gamma 1": (LITERAL, EVERY, "calibrate.gamma=1"),
+    "uniform, energy": (ENERGY, UNIFORM),
+    "uniform, energy, gamma 1": (ENERGY, UNIFORM, "calibrate.gamma=1"),
+    "uniform, literal, gamma 1": (LITERAL, UNIFORM, "calibrate.gamma=1"),
 }
 REPLICATES = 2000
 
@@ -74,7 +76,7 @@ def _run_arms(args: argparse.Namespace) -> None:
     calibration, holdout, test = (_encode(policy, processor, group, 1000 * n) for n, group in enumerate(groups))
     start = METHODS[args.init](policy, calibration, lambda blocks: None)
     for name in args.arms or ARMS:
-        recipe = Recipe.preset("default", [f"scheme={args.scheme}", *ARMS[name], *args.overrides])
+        recipe = Recipe.preset("default", [f"scheme={args.scheme}", *PAPER, *args.overrides, *ARMS[name]])
         theta = _train(policy, calibration, holdout, start, recipe) if recipe.rounds else start
         states = _judge(policy, theta, test, recipe.follow.max_tokens)
         states.write(args.out / f"{name}.parquet")
