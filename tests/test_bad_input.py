@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -28,6 +29,8 @@ TINY = {
     "follow.max_tokens": 8,
     "calibrate.epochs": 1,
     "calibrate.batch": 4,
+    "calibrate.gamma": 0.2,
+    "select.budget": 256,
     "compute.device": "cpu",
 }
 
@@ -346,8 +349,9 @@ def test_a_budget_larger_than_the_candidates_takes_all_of_them(small: Path, out:
 
 
 def test_no_candidates_at_all_warns_and_follows_the_anchor_alone(small: Path, out: Path) -> None:
-    """Eight bits change no decision of this model, and no erosion counts below the tolerance."""
-    done = call(small, out, {"scheme": "W8A16", "risk.near_miss_tol": 1e6, "calibrate.keep": "last"})
+    """Eight bits change none of the first two tokens, and no erosion counts below the tolerance."""
+    changes = {"scheme": "W8A16", "follow.max_tokens": 2, "risk.near_miss_tol": 1e6, "calibrate.keep": "last"}
+    done = call(small, out, changes)
     assert done.exit_code == 0
     assert "warning: round 1: no candidate states" in done.stderr
     assert "anchor alone" in done.stderr
@@ -357,6 +361,23 @@ def test_no_candidates_at_all_warns_and_follows_the_anchor_alone(small: Path, ou
     assert not states.weight.any()
     moved, start = (load_file(out / f"onptq/{name}.safetensors") for name in ("rounds/0/theta", "init"))
     assert any(not torch.equal(moved[name], start[name]) for name in start)
+
+
+def test_a_model_that_quantization_does_not_change_at_all(model: Path, out: Path) -> None:
+    """All linears are zero: nothing erodes, and no row has a largest weight to take its step from."""
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "visual" not in name and name.endswith("_proj.weight"):
+            tensor.zero_()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    done = call(model, out, {"calibrate.keep": "last"})
+    assert done.exit_code == 0, done.stderr or repr(done.exception)
+    assert "no candidate states" in done.stderr
+    states = States.read(out / "onptq/rounds/0/bank.parquet")
+    assert (states.erosion.max(), states.risk.max()) == (0, 0)
+    assert states.js.max() < 1e-6
+    for name in ("init.safetensors", "rounds/0/theta.safetensors"):
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(out / "onptq" / name).values())
 
 
 # --- folders --------------------------------------------------------------------------------------------------------
@@ -436,6 +457,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        gc.collect()  # what a failed run leaves to be collected may still hold its files open
         subprocess.run(["umount", str(folder)], check=True)
 
 
@@ -445,16 +467,15 @@ def fill(disk: Path, leave: int) -> Path:
     return ballast
 
 
-@pytest.mark.parametrize("pages", [0, 2, 4, 8, 12, 16, 20, 24, 30])
+@pytest.mark.parametrize("pages", [0, 1, 2, 4, 8, 10, 12, 14, 16, 22, 40, 200])  # fails later with every page of room
 def test_a_full_disk_is_explained_and_the_same_command_continues_once_there_is_room(
     pages: int, disk: Path, small: Path, reference: Path
 ) -> None:
     out = disk / "out"
     ballast = fill(disk, leave=pages)
     done = call(small, out)
-    assert_refused(done, "No space left", "free there") if "not enough room" not in done.stderr else assert_refused(
-        done, "cannot write the checkpoint", "it needs", "are free there"
-    )
+    assert_refused(done, "cannot write ", str(out), "free there")
+    assert "No space left" in done.stderr or "not enough room" in done.stderr
     finished = {name: content for name, content in results(out).items() if not Path(name).name.startswith(".")}
     expected = results(reference)
     assert {name: content for name, content in finished.items() if expected[name] != content} == {}
@@ -466,7 +487,7 @@ def test_a_full_disk_is_explained_and_the_same_command_continues_once_there_is_r
     assert results(out) == expected
 
 
-@pytest.mark.parametrize("limit", [600, 5_000, 12_000, 200_000])
+@pytest.mark.parametrize("limit", [5_000, 200_000])
 def test_a_file_that_may_not_grow_is_explained_and_the_run_goes_on_where_it_may(
     limit: int, small: Path, out: Path, reference: Path
 ) -> None:

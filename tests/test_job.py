@@ -38,6 +38,8 @@ TINY = {
     "calibrate.epochs": 1,
     "calibrate.batch": 2,
     "calibrate.micro_batch": 2,
+    "calibrate.gamma": 0.2,
+    "select.budget": 256,
     "compute.device": "cpu",
 }
 MOVING = TINY | {
@@ -207,7 +209,7 @@ def test_rounding_to_nearest_needs_no_prompts_and_prompts_only_measure_it(small:
 def test_onptq_with_gamma_zero_is_static(quantize: Quantize) -> None:
     two = {"rounds": 2}
     static, control, ours = (
-        quantize(two | {"method": "static"}),
+        quantize(two | {"method": "static", "calibrate.gamma": 0.0}),
         quantize(two | {"calibrate.gamma": 0.0}),
         quantize(two),
     )

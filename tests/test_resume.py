@@ -31,6 +31,8 @@ TINY: dict[str, Any] = {
     "calibrate.epochs": 2,
     "calibrate.batch": 2,
     "calibrate.micro_batch": 2,
+    "calibrate.gamma": 0.2,
+    "select.budget": 256,
     "calibrate.lr_smoothing": 0.02,
     "calibrate.lr_step": 0.02,
     "compute.batch_tokens": 200,  # several batches
@@ -325,7 +327,7 @@ UPDATES: dict[str, tuple[int, dict[str, Any]]] = {
     "first": (1, {}),
     "second": (2, {}),
     "rounding": (2, {"calibrate.rounding": True}),
-    "static": (2, {"method": "static"}),
+    "static": (2, {"method": "static", "calibrate.gamma": 0.0}),
     "no refresh": (2, {"refresh": False, "calibrate.keep": "last"}),
 }
 
@@ -439,7 +441,7 @@ def assert_refused(done: Any, run: Path, before: dict[str, tuple[int, bytes]], *
         ({"scheme": "W8A8"}, "recipe.scheme: 'W4A8' -> 'W8A8'"),
         ({"seed": 3}, "seeds.recipe: 0 -> 3"),
         ({"rounds": 3}, "recipe.rounds: 2 -> 3"),
-        ({"method": "static"}, "recipe.calibrate.gamma: 1.0 -> 0.0"),
+        ({"calibrate.gamma": 0.5}, "recipe.calibrate.gamma: 0.2 -> 0.5"),
         ({"data.prompts": 3}, "prompts.calibration: 4 -> 3"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

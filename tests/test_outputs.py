@@ -1,0 +1,386 @@
+"""What a run leaves behind is a public contract: names, columns, types and meanings, as docs/run-folder.md says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from conftest import Tiny
+from safetensors.torch import load_file
+
+import onptq
+from onptq.data.manifest import load_manifest
+from onptq.data.prompts import Prompt
+from onptq.models.structure import LINEARS, NORMS
+from onptq.recipe import Recipe
+
+ROUNDS, CALIBRATION, HOLDOUT, TOKENS, HORIZON = 2, 5, 3, 8, 4
+CHANGES = {
+    "rounds": ROUNDS,
+    "seed": 11,
+    "data.prompts": CALIBRATION,
+    "data.holdout": HOLDOUT,
+    "follow.max_tokens": TOKENS,
+    "branch.horizon": HORIZON,
+    "select.budget": 9,
+    "calibrate.epochs": 1,
+    "calibrate.batch": 2,
+    "calibrate.gamma": 0.2,
+    "compute.device": "cpu",
+}
+BANK = {
+    "prompt": pa.int32(),
+    "t": pa.int32(),
+    "token": pa.int32(),
+    "reference": pa.int32(),
+    "competitor": pa.int32(),
+    "quantized": pa.int32(),
+    "margin_dense": pa.float32(),
+    "margin_quant": pa.float32(),
+    "erosion": pa.float32(),
+    "js": pa.float32(),
+    "kl": pa.float32(),
+    "kind": pa.dictionary(pa.int8(), pa.string()),
+    "horizon": pa.int32(),
+    "consequence": pa.float32(),
+    "risk": pa.float32(),
+    "critical": pa.bool_(),
+    "weight": pa.float32(),
+}
+MEDIA = pa.list_(pa.struct([("path", pa.string()), ("sha256", pa.string()), ("bytes", pa.binary())]))
+PROMPTS = {
+    "ordinal": pa.int32(),
+    "id": pa.string(),
+    "role": pa.string(),
+    "input_ids": pa.list_(pa.int32()),
+    "images": MEDIA,
+    "audios": MEDIA,
+}
+TRAJECTORIES = {"prompt": pa.int32(), "response": pa.list_(pa.int32()), "finished": pa.bool_()}
+ROUND_FILES = ("trajectories.parquet", "bank.parquet", "theta.safetensors")
+HELD_OUT_FILES = ("holdout_trajectories.parquet", "holdout.parquet")
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Callable[[str], Tiny]) -> Tiny:
+    return tiny("qwen2.5-omni")  # pictures and sounds
+
+
+@pytest.fixture(scope="module")
+def run(model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("outputs") / "run"
+    onptq.quantize(model.folder, out, calibration=model.manifest, recipe=Recipe.preset("default", CHANGES))
+    yield out
+    torch.set_num_threads(threads)
+
+
+def names(table: pa.Table) -> dict[str, pa.DataType]:
+    return {column.name: column.type for column in table.schema}
+
+
+def columns(path: Path) -> dict[str, np.ndarray]:
+    table = pq.read_table(path)
+    return {name: np.array(table[name].to_pylist()) for name in table.column_names}
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return pq.read_table(path).to_pylist()
+
+
+def bank(run: Path, k: int) -> dict[str, np.ndarray]:
+    return columns(run / f"onptq/rounds/{k}/bank.parquet")
+
+
+def states_files(run: Path) -> list[tuple[Path, Path]]:
+    """Every table of states with the trajectories it visits."""
+    held_out = [run / "onptq" / part for part in ("initial", "rounds/0", "rounds/1", "final")]
+    rounds = [run / f"onptq/rounds/{k}" for k in range(ROUNDS)]
+    return [(folder / "holdout.parquet", folder / "holdout_trajectories.parquet") for folder in held_out] + [
+        (folder / "bank.parquet", folder / "trajectories.parquet") for folder in rounds
+    ]
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_files_of_a_run_are_these_and_no_others(run: Path, model: Tiny) -> None:
+    expected = {f"onptq/{name}" for name in (".lock", "recipe.yaml", "summary.json", "log.jsonl", "prompts.parquet")}
+    expected |= {"onptq/init.safetensors"}
+    expected |= {f"onptq/{part}/{name}" for part in ("initial", "final") for name in HELD_OUT_FILES}
+    expected |= {f"onptq/rounds/{k}/{name}" for k in range(ROUNDS) for name in (*ROUND_FILES, *HELD_OUT_FILES)}
+    found = {str(path.relative_to(run)) for path in (run / "onptq").rglob("*") if path.is_file()}
+    assert found == expected
+    checkpoint = {path.name for path in run.iterdir()} - {"onptq"}
+    assert checkpoint >= {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "README.md"}
+    assert not [name for name in checkpoint if name.startswith(".")]
+
+
+def test_the_document_names_every_file_and_every_column() -> None:
+    text = (Path(__file__).parents[1] / "docs/run-folder.md").read_text()
+    documented = set(re.findall(r"`([^`\s]+)`", text))
+    files = {
+        *ROUND_FILES,
+        *HELD_OUT_FILES,
+        "recipe.yaml",
+        "summary.json",
+        "log.jsonl",
+        "prompts.parquet",
+        "init.safetensors",
+    }
+    assert {name for name in files if not any(entry.endswith(name) for entry in documented)} == set()
+    for table in (BANK, PROMPTS, TRAJECTORIES):
+        assert table.keys() <= documented
+
+
+def test_every_file_may_be_read_by_whom_the_umask_lets(run: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    modes = {str(path.relative_to(run)): stat.S_IMODE(path.stat().st_mode) for path in run.rglob("*") if path.is_file()}
+    assert {name: oct(mode) for name, mode in modes.items() if mode != 0o666 & ~umask} == {}
+
+
+# --- recipe, summary, log -------------------------------------------------------------------------------------------
+
+
+def test_the_record_holds_recipe_versions_seeds_and_hashes(run: Path, model: Tiny) -> None:
+    record = yaml.safe_load((run / "onptq/recipe.yaml").read_text())
+    assert list(record) == ["recipe", "model", "prompts", "seeds", "versions"]
+    assert record["recipe"] == Recipe.preset("default", CHANGES).model_dump()
+    assert record["model"] == {
+        "source": str(model.folder),
+        "family": "qwen2.5-omni",
+        "sha256": model.source.sha256(),
+    }
+    assert {key: record["prompts"][key] for key in ("source", "calibration", "holdout")} == {
+        "source": str(model.manifest), "calibration": CALIBRATION, "holdout": HOLDOUT,
+    }  # fmt: skip
+    assert re.fullmatch("[0-9a-f]{64}", record["prompts"]["sha256"])
+    assert record["seeds"] == {"recipe": 11}
+    assert record["versions"].keys() >= {
+        "python",
+        "onptq",
+        "torch",
+        "transformers",
+        "compressed-tensors",
+        "safetensors",
+    }
+    assert record["versions"]["torch"] == version("torch")
+
+
+def test_the_summary_is_counted_from_the_tables(run: Path) -> None:
+    summary = json.loads((run / "onptq/summary.json").read_text())
+    assert summary.keys() >= {"scheme", "method", "model", "prompts", "rounds", "holdout", "checkpoint", "seconds"}
+    tables = [(summary["rounds"][k], bank(run, k)) for k in range(ROUNDS)]
+    tables += [
+        (summary["holdout"][part], columns(run / f"onptq/{part}/holdout.parquet")) for part in ("initial", "final")
+    ]
+    for figures, states in tables:
+        assert figures["states"] == len(states["t"])
+        assert figures["mismatches"] == (states["kind"] == "mismatch").sum()
+        assert figures["near_misses"] == (states["kind"] == "near_miss").sum()
+        assert figures["mismatch_percent"] == pytest.approx(100 * (states["kind"] == "mismatch").mean())
+        for name in ("erosion", "js", "kl"):
+            assert figures[name] == pytest.approx(states[name].mean(), rel=1e-5)
+        assert figures["critical"] == states["critical"].sum()
+        assert figures["critical_prompts"] == len(set(states["prompt"][states["critical"]]))
+        branched = states["horizon"] > 0
+        assert figures["consequence"] == pytest.approx(
+            states["consequence"][branched].mean() if branched.any() else 0, rel=1e-5
+        )
+        assert figures["rollout_disagreements"] == (states["token"] != states["quantized"]).sum()
+        assert figures["first_fork"] == pytest.approx(first_fork(states))
+    assert [figures["steps"] for figures in summary["rounds"]] == [3] * ROUNDS
+    assert all(0 <= figures["best_step"] <= 3 for figures in summary["rounds"])
+
+
+def first_fork(states: dict[str, np.ndarray]) -> float:
+    """Tokens before the first mismatch of each prompt, its whole response where there is none."""
+    common = []
+    for prompt in sorted(set(states["prompt"].tolist())):
+        kinds = states["kind"][states["prompt"] == prompt].tolist()
+        common.append(kinds.index("mismatch") if "mismatch" in kinds else len(kinds))
+    return float(np.mean(common))
+
+
+def test_the_log_is_json_lines_with_time_and_event(run: Path) -> None:
+    events = [json.loads(line) for line in (run / "onptq/log.jsonl").read_text().splitlines()]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", event["time"]) for event in events)
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    assert events[0]["event"] == "open"
+    assert {event["event"] for event in events} >= {"open", "phase", "bank", "step", "calibrated"}
+    ended = [event["phase"] for event in events if event["event"] == "phase" and event["state"] == "end"]
+    steps = [f"{step} {k + 1}" for k in range(ROUNDS) for step in ("Follow", "Compare", "Branch", "Calibrate")]
+    assert [phase for phase in ended if phase in steps] == steps
+    updates = [(event["round"], event["step"]) for event in events if event["event"] == "step"]
+    assert updates == [(k, step) for k in range(ROUNDS) for step in (1, 2, 3)]
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+def test_the_prompts_table_says_exactly_what_went_in(run: Path, model: Tiny) -> None:
+    table = pq.read_table(run / "onptq/prompts.parquet")
+    assert names(table) == PROMPTS
+    given = load_manifest(model.manifest)[: CALIBRATION + HOLDOUT]
+    for row, prompt in zip(table.to_pylist(), given, strict=True):
+        assert (row["ordinal"], row["id"]) == (prompt.ordinal, prompt.id)
+        assert row["role"] == ("calibration" if prompt.ordinal < CALIBRATION else "holdout")
+        assert row["input_ids"] == model.processor(prompt).input_ids[0].tolist()
+        for kind in ("images", "audios"):
+            assert len(row[kind]) == len(getattr(prompt, kind))
+            for media in row[kind]:
+                assert media["bytes"] is None
+                assert Path(media["path"]).is_absolute()
+                assert hashlib.sha256(Path(media["path"]).read_bytes()).hexdigest() == media["sha256"]
+    assert any(row["images"] for row in table.to_pylist())
+    assert any(row["audios"] for row in table.to_pylist())
+
+
+def test_generated_media_are_embedded_in_the_prompts_table(model: Tiny, tmp_path: Path) -> None:
+    from onptq.data.probes import probe_prompt
+
+    generated: Prompt = probe_prompt(model.source.family.modalities)
+    rtn = Recipe.preset("default", {"method": "rtn", "follow.max_tokens": 4, "compute.device": "cpu"})
+    onptq.quantize(model.folder, tmp_path / "run", calibration=[generated], recipe=rtn, verify=False)
+    [row] = rows(tmp_path / "run/onptq/prompts.parquet")
+    for kind in ("images", "audios"):
+        [media] = row[kind]
+        assert media["path"] is None
+        assert media["bytes"] == getattr(generated, kind)[0].data
+        assert media["sha256"] == hashlib.sha256(media["bytes"]).hexdigest()
+
+
+# --- trajectories and states ----------------------------------------------------------------------------------------
+
+
+def test_trajectories_hold_exact_responses_of_every_prompt_once(run: Path, model: Tiny) -> None:
+    prompts = {row["ordinal"]: row for row in rows(run / "onptq/prompts.parquet")}
+    eos = set(model.source.eos())
+    for states, visited in states_files(run):
+        role = "holdout" if states.name == "holdout.parquet" else "calibration"
+        assert names(pq.read_table(visited)) == TRAJECTORIES
+        table = rows(visited)
+        assert [row["prompt"] for row in table] == [n for n, row in prompts.items() if row["role"] == role]
+        for row in table:
+            assert 1 <= len(row["response"]) <= TOKENS
+            assert row["finished"] == (row["response"][-1] in eos)
+            assert not eos & set(row["response"][:-1])
+            assert row["finished"] or len(row["response"]) == TOKENS
+
+
+def test_one_row_per_visited_state_in_order_with_the_token_that_was_written(run: Path) -> None:
+    for path, visited in states_files(run):
+        assert names(pq.read_table(path)) == BANK
+        states = columns(path)
+        expected = [
+            (row["prompt"], t, token) for row in rows(visited) for t, token in enumerate(row["response"], start=1)
+        ]
+        assert list(zip(states["prompt"], states["t"], states["token"], strict=True)) == expected
+
+
+def test_decisions_margins_and_kinds_agree_with_their_definitions(run: Path) -> None:
+    seen = set()
+    for path, _ in states_files(run):
+        states = columns(path)
+        mismatch, near = states["kind"] == "mismatch", states["kind"] == "near_miss"
+        seen |= set(states["kind"].tolist())
+        assert set(states["kind"]) <= {"agree", "near_miss", "mismatch"}
+        assert np.array_equal(mismatch, states["reference"] != states["quantized"])
+        assert np.array_equal(states["competitor"][mismatch], states["quantized"][mismatch])
+        assert (states["competitor"] != states["reference"]).all()
+        assert (states["margin_dense"] >= 0).all()
+        assert (states["margin_quant"][mismatch] <= 0).all()
+        assert (states["margin_quant"][~mismatch] >= 0).all()
+        lost = np.maximum(states["margin_dense"] - states["margin_quant"], 0)
+        assert np.allclose(states["erosion"], lost, atol=1e-6)
+        assert (states["erosion"][mismatch] > 0).all()
+        assert np.array_equal(near, ~mismatch & (states["erosion"] > 0))
+        assert ((states["js"] >= -1e-7) & (states["js"] <= np.log(2) + 1e-6)).all()
+        assert (states["kl"] >= -1e-6).all()
+    assert seen == {"agree", "near_miss", "mismatch"}
+
+
+def test_branches_risk_and_weights_agree_with_their_definitions(run: Path) -> None:
+    for k in range(ROUNDS):
+        states = bank(run, k)
+        candidate = states["kind"] != "agree"
+        assert not states["horizon"][~candidate].any()
+        assert not states["consequence"][~candidate].any()
+        assert ((states["horizon"] >= 0) & (states["horizon"] <= HORIZON)).all()
+        assert states["horizon"].max() == HORIZON
+        assert not states["consequence"][states["horizon"] == 0].any()
+        assert ((states["consequence"] >= -1e-7) & (states["consequence"] <= np.log(2) + 1e-6)).all()
+        eq9 = states["erosion"] * (1 + states["consequence"]) + states["js"]
+        assert np.allclose(states["risk"], np.where(candidate, eq9, 0), rtol=1e-5, atol=1e-7)
+        order = np.lexsort((states["t"], states["prompt"], -states["risk"]))
+        chosen = [row for row in order if candidate[row]][:9]
+        assert np.flatnonzero(states["critical"]).tolist() == sorted(chosen)
+        expected = np.where(states["critical"], states["risk"], 0) / states["risk"][states["critical"]].sum()
+        assert np.allclose(states["weight"], expected, rtol=1e-5)
+        assert states["weight"].sum() == pytest.approx(1, abs=1e-6)
+
+
+def test_held_out_states_are_compared_and_nothing_else(run: Path) -> None:
+    for path, _ in states_files(run):
+        if path.name == "holdout.parquet":
+            states = columns(path)
+            assert not any(states[name].any() for name in ("horizon", "consequence", "risk", "critical", "weight"))
+
+
+# --- theta and the checkpoint ---------------------------------------------------------------------------------------
+
+
+def test_theta_has_a_vector_per_pair_and_a_step_ratio_per_row(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())["thinker_config"]["text_config"]
+    hidden, ffn, heads, kv = (config[name] for name in WIDTHS)
+    wide = {"norm_qkv": hidden, "norm_gate_up": hidden, "v_o": hidden // heads * kv, "up_down": ffn}
+    tall = {"q_proj": hidden, "k_proj": wide["v_o"], "v_proj": wide["v_o"], "o_proj": hidden}
+    tall |= {"gate_proj": ffn, "up_proj": ffn, "down_proj": hidden}
+    layers = range(config["num_hidden_layers"])
+    expected = {f"smoothing/layers.{n}.{pair}": (width,) for n in layers for pair, width in wide.items()}
+    for layer in layers:
+        for name, (parent, _) in LINEARS.items():
+            expected[f"ratio/layers.{layer}.{parent}.{name}"] = (tall[name], 1)
+    for name in ("init.safetensors", *(f"rounds/{k}/theta.safetensors" for k in range(ROUNDS))):
+        theta = load_file(run / "onptq" / name)
+        assert {key: tuple(tensor.shape) for key, tensor in theta.items()} == expected
+        assert {tensor.dtype for tensor in theta.values()} == {torch.float32}
+        assert all(bool(tensor.isfinite().all()) for tensor in theta.values())
+        assert all(bool((tensor <= 0).all()) for key, tensor in theta.items() if key.startswith("ratio/"))
+
+
+WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def test_only_the_decoders_linears_and_norms_differ_from_the_model(run: Path, model: Tiny) -> None:
+    before, after = load_file(model.folder / "model.safetensors"), load_file(run / "model.safetensors")
+    changed = {name for name in before if name not in after or not torch.equal(before[name], after[name])}
+    decoder = re.compile(
+        rf"thinker\.model\.layers\.\d+\.(self_attn|mlp)?\.?({'|'.join((*LINEARS, *NORMS))})\.(weight|bias)"
+    )
+    assert changed
+    assert [name for name in sorted(changed) if not decoder.fullmatch(name)] == []
+    linears = {name for name in before if re.search(r"thinker\.model\.layers\.\d+\..*_proj\.weight", name)}
+    assert len(linears) == 14
+    assert linears <= changed
+
+
+def test_the_source_is_untouched(run: Path, model: Tiny) -> None:
+    record = yaml.safe_load((run / "onptq/recipe.yaml").read_text())
+    assert model.source.sha256() == record["model"]["sha256"]
+    assert not (model.folder / "onptq").exists()
