@@ -487,10 +487,10 @@ def test_a_full_disk_is_explained_and_the_same_command_continues_once_there_is_r
     assert results(out) == expected
 
 
-@pytest.mark.parametrize("limit", [5_000, 200_000])
 def test_a_file_that_may_not_grow_is_explained_and_the_run_goes_on_where_it_may(
-    limit: int, small: Path, out: Path, reference: Path
+    small: Path, out: Path, reference: Path
 ) -> None:
+    limit = 12_000  # theta is larger, what comes before it is not
     source = (
         "import resource, signal, sys\n"
         "from onptq.cli import main\n"

@@ -388,7 +388,7 @@ def test_the_initial_theta_is_searched_or_plain(quantize: Quantize) -> None:
 
 
 def test_keeping_the_best_iterate_keeps_what_the_held_out_prompts_prefer(quantize: Quantize) -> None:
-    changes = {"calibrate.keep": "best", "calibrate.epochs": 3}
+    changes = {"calibrate.keep": "best", "calibrate.epochs": 3, "data.holdout": 2}
     run = quantize(changes)
     [calibrated] = events(run, "calibrated")
     judged = {step["step"]: step["holdout"] for step in events(run, "step") if "holdout" in step}
@@ -454,7 +454,7 @@ def test_prompts_can_be_given_as_objects_and_held_out_ones_apart(
 ) -> None:
     prompts = load_manifest(small / "prompts.jsonl")
     chosen = Recipe.preset("default", MOVING)
-    onptq.quantize(small, tmp_path / "same", calibration=prompts[:4], holdout=prompts[4:], recipe=chosen, verify=False)
+    onptq.quantize(small, tmp_path / "same", calibration=prompts[:4], recipe=chosen, verify=False)
     assert theta_bytes(tmp_path / "same") == theta_bytes(quantize())
     (tmp_path / "apart.jsonl").write_text('{"id": "other", "text": "Which colour is the sea?"}\n')
     result = onptq.quantize(
@@ -492,9 +492,8 @@ def test_the_command_line_and_python_give_the_same_bytes_and_quiet_prints_nothin
 
 def test_json_prints_one_object_per_line_and_the_summary_last(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = ("quantize", small, "--out", out, "--calibration", small / "prompts.jsonl", "--json", *options(TINY))
-    done = command(*arguments)
-    assert done.returncode == 0, done.stderr
+    done = call("quantize", small, "--out", out, "--calibration", small / "prompts.jsonl", "--json", *options(TINY))
+    assert done.exit_code == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     ended = [line["phase"] for line in lines if line["event"] == "phase" and line["state"] == "end"]
     for phase in ("Load", "Encode", "Follow 1", "Compare 1", "Branch 1", "Calibrate 1", "Export", "Verify"):
@@ -502,8 +501,8 @@ def test_json_prints_one_object_per_line_and_the_summary_last(small: Path, tmp_p
     assert lines[-1] == {"event": "result", "result": json.loads((out / "onptq/summary.json").read_text())}
     assert done.stderr == ""
 
-    again = command("quantize", tmp_path / "nowhere", "--out", out, "--method", "rtn", "--json")
-    assert (again.returncode, again.stdout) == (2, "")
+    again = call("quantize", tmp_path / "nowhere", "--out", out, "--method", "rtn", "--json")
+    assert (again.exit_code, again.stdout) == (2, "")
     assert again.stderr.startswith("error: ")
 
 

@@ -43,6 +43,7 @@ CHECKPOINT = {
     "config.json",
     "tokenizer.json",
 }  # where a kill among the checkpoint's files is tried
+REPEATED = ("onptq/initial/", "onptq/final/")  # what rounds/0 has, written by the same lines
 VARYING = {"onptq/log.jsonl", "onptq/summary.json"}  # they tell times, and how often the run was begun
 
 
@@ -83,7 +84,7 @@ def kill_while_writing(out: Path, survived: set[tuple[str, str]]) -> None:
 
     def replace(source: Any, target: Any, **options: Any) -> None:
         name = str(Path(target).relative_to(out))
-        if not name.startswith("onptq/") and name not in CHECKPOINT:
+        if name.startswith(REPEATED) or not (name.startswith("onptq/") or name in CHECKPOINT):
             return rename(source, target, **options)
         if (name, "before") not in survived:
             if Path(source).is_file():
@@ -297,72 +298,63 @@ def test_the_reference_is_worth_comparing_with(server: Server) -> None:
     assert min(best) < 4  # the best iterate is not simply the last one
 
 
-PHASES = [
+def in_round(k: int) -> list[tuple[str, int]]:
+    """Where a round is killed: at the end of each step, before it is committed, and at both ends and within its update."""
+    steps = [(f"{step} {k}", 1) for step in ("Follow", "Compare", "Branch", "Follow held-out", "Compare held-out")]
+    return [*steps, (f"Calibrate {k}", 0), (f"Calibrate {k}", 2), (f"Calibrate {k}", 4)]
+
+
+EVERYWHERE = [
+    ("Hash the model", 1),
+    ("Load", 1),
     ("Encode", 2),
     ("Initialize (search)", 1),
     ("Follow held-out at the start", 1),
     ("Compare held-out at the start", 1),
-    *((f"{step} {k}", 1) for k in (1, 2) for step in ("Follow", "Compare", "Branch", "Follow held-out", "Compare held-out")),
-    ("Calibrate 1", 0),
-    ("Calibrate 2", 0),
+    *in_round(1),
+    *in_round(2),
     ("Follow held-out at the end", 1),
-    ("Compare held-out at the end", 2),
+    ("Compare held-out at the end", 1),
     ("Export", 0),
     ("Export", 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kill", PHASES, ids=lambda kill: f"{kill[0]}-{kill[1]}")
-def test_kill_9_in_each_phase_and_the_same_command_ends_the_same(
-    kill: tuple[str, int], server: Server, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert server(run, kill=kill) == -signal.SIGKILL
-    assert not (run / "onptq/summary.json").exists()
-    server.finish(run)
-    assert_same(run, server.reference())
-
-
-UPDATES: dict[str, tuple[int, dict[str, Any]]] = {
-    "first": (1, {}),
-    "second": (2, {}),
-    "rounding": (2, {"calibrate.rounding": True}),
-    "static": (2, {"method": "static", "calibrate.gamma": 0.0}),
-    "no refresh": (2, {"refresh": False, "calibrate.keep": "last"}),
+    ("Verify", 0),
+    ("Verify", 2),
+]
+UPDATE = [("Calibrate 2", 2), ("Calibrate 2", 4)]
+KILLS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], float]] = {
+    "every phase": ({}, EVERYWHERE, 0),
+    "updates that saved nothing": ({}, [("Calibrate 1", 3), ("Calibrate 2", 3)], 3600),
+    "learned rounding": ({"calibrate.rounding": True}, UPDATE, 0),
+    "static": ({"method": "static", "calibrate.gamma": 0.0}, UPDATE, 0),
+    "no refresh": ({"refresh": False, "calibrate.keep": "last"}, UPDATE, 0),
 }
 
 
-@pytest.mark.parametrize(("k", "changes"), UPDATES.values(), ids=UPDATES)
-def test_kill_9_in_the_middle_of_an_update_that_had_saved_where_it_was(
-    k: int, changes: dict[str, Any], server: Server, tmp_path: Path
+@pytest.mark.parametrize(("changes", "kills", "save_seconds"), KILLS.values(), ids=KILLS)
+def test_kill_9_in_each_phase_and_the_same_command_ends_the_same(
+    changes: dict[str, Any], kills: list[tuple[str, int]], save_seconds: float, server: Server, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    for step in (2, 4):  # the second process goes on from what the first one saved, and saves again
-        assert server(run, changes, kill=(f"Calibrate {k}", step)) == -signal.SIGKILL
-        assert (run / f"onptq/rounds/{k - 1}/.calibrate.safetensors").exists()
-    server.finish(run, changes)
+    """One run, begun again after every kill. What a step commits is never written again, so any damage is there at the end."""
+    run, options = tmp_path / "run", {"save_seconds": save_seconds, "verify": kills is EVERYWHERE}
+    for kill in kills:
+        assert server(run, changes, kill=kill, **options) == -signal.SIGKILL, (kill, server.said.read_text())
+        assert not (run / "onptq/summary.json").exists()
+        if kill in UPDATE:
+            assert (run / "onptq/rounds/1/.calibrate.safetensors").exists()
+        elif save_seconds:
+            assert not list(run.rglob(".calibrate.safetensors"))
+    server.finish(run, changes, **options)
     assert_same(run, server.reference(changes))
+    verification = json.loads((run / "onptq/summary.json").read_text()).get("verification")
+    assert (verification is None) != options["verify"]
+    assert verification is None or verification["max_abs_difference"] == 0.0
 
 
-@pytest.mark.parametrize("k", [1, 2])
-def test_kill_9_in_the_middle_of_an_update_that_had_saved_nothing(k: int, server: Server, tmp_path: Path) -> None:
+def test_one_kill_in_the_second_round_and_nothing_else(server: Server, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert server(run, kill=(f"Calibrate {k}", 3), save_seconds=3600) == -signal.SIGKILL
-    assert not (run / f"onptq/rounds/{k - 1}/.calibrate.safetensors").exists()
-    server.finish(run)
+    assert server(run, kill=("Branch 2", 1), save_seconds=20) == -signal.SIGKILL
+    server.finish(run, save_seconds=20)
     assert_same(run, server.reference())
-
-
-@pytest.mark.parametrize("done", [0, 2])
-def test_kill_9_while_the_checkpoint_is_verified(done: int, server: Server, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert server(run, kill=("Verify", done), verify=True) == -signal.SIGKILL
-    assert (run / "config.json").exists()
-    assert not (run / "onptq/summary.json").exists()
-    server.finish(run, verify=True)
-    assert_same(run, server.reference())
-    values = json.loads((run / "onptq/summary.json").read_text())
-    assert values["verification"]["max_abs_difference"] == 0.0
 
 
 def test_kill_9_before_and_after_every_single_rename(server: Server, tmp_path: Path) -> None:

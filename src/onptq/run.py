@@ -135,7 +135,9 @@ def atomically(target: Path) -> Iterator[Path]:
         with explained(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary.touch()
-            mode = temporary.stat().st_mode  # as the user's umask has it; safetensors lets only the owner read its files
+            mode = (
+                temporary.stat().st_mode
+            )  # as the user's umask has it; safetensors lets only the owner read its files
             yield temporary
             temporary.chmod(mode)
             _sync(temporary)

@@ -131,7 +131,7 @@ def separation(
     counted &= forest.real.unflatten(1, (2, -1))[:, :1]
     reference, competitor = hidden[:, :, 0][counted], hidden[:, :, 1][counted]
     rows = state_rows(policy.vocabulary)
-    each = torch.zeros(counted.shape, device=hidden.device)
+    each = torch.zeros(counted.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     each[counted] = torch.cat(
         [
             DIVERGENCES[divergence](

@@ -101,7 +101,7 @@ def calibrate(
     energy = block_energy(targets, items) if cfg.normalize == "energy" else None
     judge = None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg)
 
-    batches = [batch for epoch in range(cfg.epochs) for batch in _batches(len(items), cfg.batch, seed + epoch)]
+    batches = list(_batches(len(items), cfg.batch, cfg.epochs, seed))
     progress = progress or Progress(theta.clone())
     if cfg.rounding:
         progress.theta.add_offsets(policy.structure.blocks, policy.device)
@@ -159,9 +159,11 @@ def objective(terms: Terms, cfg: CalibrateConfig) -> Tensor:
     return cfg.anchor * terms.anchor + cfg.gamma * critical
 
 
-def _batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    return (order[start : start + size] for start in range(0, count, size))
+def _batches(count: int, size: int, epochs: int, seed: int) -> Iterator[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        order = torch.randperm(count, generator=generator).tolist()
+        yield from (order[start : start + size] for start in range(0, count, size))
 
 
 class _Update:
@@ -172,11 +174,10 @@ class _Update:
     ) -> None:
         self.theta, self.origin, self.steps = theta, origin, steps
         self.lr_rounding = cfg.lr_rounding if cfg.lr_rounding is not None else 1 / max(1, steps)
-        self.learned = [*theta.smoothing.values(), *theta.ratio.values()]
-        groups = [
-            {"params": list(theta.smoothing.values()), "lr": cfg.lr_smoothing},
-            {"params": list(theta.ratio.values()), "lr": cfg.lr_step},
-        ]
+        # By name: a theta read from disk comes in another order, and sums and moments must not depend on it.
+        smoothing, ratio = ([part[name] for name in sorted(part)] for part in (theta.smoothing, theta.ratio))
+        self.learned = smoothing + ratio
+        groups = [{"params": smoothing, "lr": cfg.lr_smoothing}, {"params": ratio, "lr": cfg.lr_step}]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         for name, tensor in moments.items():

@@ -112,21 +112,27 @@ class Targets:
 
     def __init__(self, policy: Policy, budget: int | None) -> None:
         self.policy, self.budget, self.used = policy, budget, 0
-        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._kept: dict[
+            int, tuple[EncodedPrompt, Tensor]
+        ] = {}  # by identity; the sequence is held so that it stays its own
 
     @torch.no_grad()
     def of(self, sequence: EncodedPrompt) -> Tensor:
-        key = sequence.ordinal, sequence.length
-        target = self._kept.get(key)
-        if target is None:
+        kept = self._kept.get(id(sequence))
+        if kept is None:
             blocks: list[Tensor] = []
             with self.policy.speaking("D"):
                 self.policy.run(_tokens(PromptBatch.of([sequence])), observe=lambda _, hidden: blocks.append(hidden[0]))
             target = torch.stack(blocks)
             if self.budget is None or self.used + target.nbytes <= self.budget:
-                self._kept[key] = target
+                self._kept[id(sequence)] = sequence, target
                 self.used += target.nbytes
-        return target
+            return target
+        return kept[1]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _tokens(batch: PromptBatch) -> Tokens:
@@ -136,7 +142,7 @@ def _tokens(batch: PromptBatch) -> Tokens:
 def block_energy(targets: Targets, items: Iterable[Item]) -> Tensor:
     """Mean dense energy per channel after each block over the anchor's tokens, [L], without the few massive ones that would
     drown the rest."""
-    energies = [targets.of(item.sequence)[:, item.anchor > 0].float().square().mean(-1) for item in items]
+    energies = [_wide(targets.of(item.sequence)[:, item.anchor > 0]).square().mean(-1) for item in items]
     per_token = torch.cat(energies, dim=1).sort(dim=1).values  # [L, U]
     count = per_token.shape[1]
     massive = max(1, round(MASSIVE_SHARE * count))
@@ -158,7 +164,7 @@ def measure(
     def observe(block: int, quant: Tensor) -> None:
         nonlocal anchor, hidden
         target = torch.nn.utils.rnn.pad_sequence([blocks[block] for blocks in dense], batch_first=True)
-        error = (quant.float() - target.float()).square().mean(-1)  # [B, S] MSE at every token
+        error = (_wide(quant) - _wide(target)).square().mean(-1)  # [B, S] MSE at every token
         if energy is not None:
             error = error / energy[block]
         anchor = anchor + (error * anchor_weight).sum() / policy.blocks

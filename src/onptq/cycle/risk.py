@@ -14,8 +14,9 @@ def score(states: States, cfg: RiskConfig) -> States:
     erosion, divergence = states.erosion.astype(np.float64), _divergence(states, cfg).astype(np.float64)
     amplified = cfg.erosion_weight * erosion * (1 + cfg.branch_weight * states.consequence)
     risk = np.where(states.candidates, amplified + cfg.divergence_weight * divergence, 0.0)
-    if not np.isfinite(risk).all():
-        row = int(np.flatnonzero(~np.isfinite(risk))[0])
+    broken = np.flatnonzero(~np.isfinite(erosion + divergence + risk))  # NaN logits can look like an agreement
+    if len(broken):
+        row = int(broken[0])
         raise OnPTQError(
             f"the risk of prompt {states.prompt[row]}, token {states.t[row]} is not finite "
             f"(erosion {erosion[row]}, divergence {divergence[row]}): the model's logits overflow or hold NaN"

@@ -21,8 +21,8 @@ def code_range(bits: int) -> tuple[int, int]:
 class FakeQuantize(torch.autograd.Function):
     """(clamp(round(x / step + offset)) - zero) * step, with LSQ gradients.
 
-    With v = x / step + offset and code c: inside the range dx = 1, dstep = c - v, doffset = step; where the code saturates
-    dx = 0, dstep = c - zero, doffset = 0. The product is formed in `dtype`, as the reloaded checkpoint forms it.
+    With code c, inside the range dx = 1, dstep = c - zero - x / step, doffset = step; where the code saturates dx = 0,
+    dstep = c - zero, doffset = 0. The product is formed in `dtype`, as the reloaded checkpoint forms it.
     """
 
     @staticmethod
@@ -41,12 +41,14 @@ class FakeQuantize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, step, offset, zero = ctx.saved_tensors
         low, high = code_range(ctx.bits)
-        v = x / step if offset is None else x / step + offset
+        scaled = x / step
+        v = scaled if offset is None else scaled + offset
         inside = (v >= low) & (v <= high)
         grad_inside = torch.where(inside, grad, 0).to(x.dtype)
         codes = v.clamp(low, high).round()
-        saturated = codes if zero is None else codes - zero
-        grad_step = (grad.to(step.dtype) * torch.where(inside, codes - v, saturated)).sum_to_size(step.shape)
+        if zero is not None:
+            codes = codes - zero
+        grad_step = (grad.to(step.dtype) * torch.where(inside, codes - scaled, codes)).sum_to_size(step.shape)
         grad_offset = grad_inside * step if offset is not None and ctx.needs_input_grad[2] else None
         return grad_inside, grad_step, grad_offset, None, None, None
 
@@ -78,6 +80,8 @@ def cast_through(x: Tensor, dtype: torch.dtype) -> Tensor:
 def fake_quantize_activations(x: Tensor, bits: int) -> Tensor:
     """Dynamic, symmetric, one step per token; x is [..., tokens, channels]."""
     absmax = x.abs().amax(dim=-1, keepdim=True)
-    step = absmax / absmax.new_full((), (2**bits - 1) / 2)  # a Python scalar would be multiplied by its reciprocal on a GPU
+    step = absmax / absmax.new_full(
+        (), (2**bits - 1) / 2
+    )  # a Python scalar would be multiplied by its reciprocal on a GPU
     step = torch.where(step == 0, torch.finfo(x.dtype).eps, step)
     return FakeQuantize.apply(x, step, None, None, bits, x.dtype)  # type: ignore[no-untyped-call, no-any-return]
