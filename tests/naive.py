@@ -25,7 +25,7 @@ from onptq.models.loading import load_model
 from onptq.models.processing import ModelInputs
 from onptq.policy import Policy, Side
 from onptq.quantizer import modules
-from onptq.quantizer.integer import FakeQuantize
+from onptq.quantizer.integer import FakeQuantize, fake_quantize_activations
 from onptq.quantizer.theta import Theta
 from onptq.schemes import Scheme
 
@@ -48,6 +48,13 @@ def without_ties() -> Iterator[None]:
         return FakeQuantize.apply(x, step, None, None, bits, x.dtype)  # type: ignore[no-untyped-call, no-any-return]
 
     with patch.object(modules, "fake_quantize_activations", quantize):
+        yield
+
+
+@contextmanager
+def deployed_rounding() -> Iterator[None]:
+    """The real activation steps again, inside `without_ties`: for what must hold bit for bit, ties or not."""
+    with patch.object(modules, "fake_quantize_activations", fake_quantize_activations):
         yield
 
 

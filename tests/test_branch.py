@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 from conftest import MULTIMODAL, Tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive import EXACT, WEIGHT_ONLY, WITH_ACTIVATIONS, Scene, decoder_forwards, scene, without_ties
+from naive import EXACT, WEIGHT_ONLY, WITH_ACTIVATIONS, Scene, decoder_forwards, deployed_rounding, scene, without_ties
 
 from onptq.bank import AGREE, States
 from onptq.cycle import branch as branching
 from onptq.cycle.branch import Forest, branch, grow
 from onptq.cycle.compare import compare, padded_responses
+from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 
@@ -42,14 +44,19 @@ class Planted:
         self.policy = scenery.policy_with(eos) if eos else scenery.policy
         lengths = zip(scenery.ordinals, LENGTHS, strict=True)
         self.trajectories = [scenery.rollout(ordinal, length, eos) for ordinal, length in lengths]
-        self.prefixes = Prefixes(
-            self.policy,
-            scenery.encoded(self.policy),
-            max_tokens=max(LENGTHS),
-            batch_tokens=scenery.batch_tokens(batches, max(LENGTHS)),
-            budget=budget,
-        )
+        self.batches, self.budget = batches, budget
+        self.prefixes = self.new_prefixes()
         self.states = compare(self.prefixes, self.trajectories)
+
+    def new_prefixes(self) -> Prefixes:
+        """As another process would make them: nothing cached yet."""
+        return Prefixes(
+            self.policy,
+            self.scenery.encoded(self.policy),
+            max_tokens=max(LENGTHS),
+            batch_tokens=self.scenery.batch_tokens(self.batches, max(LENGTHS)),
+            budget=self.budget,
+        )
 
     @property
     def candidates(self) -> list[tuple[int, int, int]]:
@@ -195,18 +202,29 @@ def test_a_forest_cut_into_small_pieces_gives_the_same_result(
 def test_states_are_bitwise_the_same_whether_prefixes_are_kept_or_computed_again(
     tiny: Callable[[str], Tiny], family: str
 ) -> None:
-    """In float32 with quantized activations, where the smallest difference would show."""
+    """In float32 with the deployed activation steps, where the smallest difference would show."""
     scenery = scene(tiny(family), "W4A8", torch.float32)
-    kept, dropped = Planted(scenery), Planted(scenery, budget=0)
-    expected = kept.branch(horizon=HORIZON)
-    found = dropped.branch(horizon=HORIZON)
-    resumed = branch(Planted(scenery).prefixes, kept.trajectories, kept.states, horizon=HORIZON)
+    with deployed_rounding():
+        kept, dropped = Planted(scenery), Planted(scenery, budget=0)
+        expected = kept.branch(horizon=HORIZON)
+        found = dropped.branch(horizon=HORIZON)
+        resumed = branch(kept.new_prefixes(), kept.trajectories, kept.states, horizon=HORIZON)
+        again = kept.branch(horizon=HORIZON)
+    assert expected.consequence.any()
     for name in States.__dataclass_fields__:
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
-        np.testing.assert_array_equal(getattr(resumed, name), getattr(expected, name), err_msg=name)
-    assert kept.branch(horizon=HORIZON).consequence.tolist() == expected.consequence.tolist(), (
-        "the prefix was written to"
-    )
+        for other in (found, resumed, again):
+            np.testing.assert_array_equal(getattr(other, name), getattr(expected, name), err_msg=name)
+
+
+def test_what_else_the_prefixes_were_used_for_in_between_does_not_matter(tiny: Callable[[str], Tiny]) -> None:
+    with deployed_rounding():
+        planted = Planted(scene(tiny("qwen2.5-vl"), "W4A8", torch.float32))
+        expected = planted.branch(horizon=HORIZON).consequence.tolist()
+        others = [replace(one, tokens=tuple(token + 1 for token in one.tokens)) for one in planted.trajectories]
+        compare(planted.prefixes, others)
+        assert planted.branch(horizon=HORIZON).consequence.tolist() == expected
+        follow(planted.prefixes)
+        assert planted.branch(horizon=HORIZON).consequence.tolist() == expected
 
 
 def test_columns_that_branch_does_not_own_are_passed_on(tiny: Callable[[str], Tiny]) -> None:

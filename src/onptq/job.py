@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -115,11 +114,9 @@ def _run(
     calibration, holdout = _encode(policy, processor, prompts, recipe, run, reporter)
     cycle = Cycle(policy, calibration, holdout, recipe, run, reporter, _budgets(policy, recipe))
 
-    theta = _initialize(policy, calibration, recipe, run, reporter)
-    cycle.speak_as(theta)
-    before = cycle.holdout("initial", "held-out at the start")
-    theta = cycle.rounds(theta)
+    cycle.rounds(_initialize(policy, calibration, recipe, run, reporter))
     after = cycle.holdout("final", "held-out at the end")
+    before = cycle.holdout("rounds/0", "held-out 1") if recipe.rounds else after
 
     with reporter.phase("Export", total=1, unit="checkpoint") as bar:
         write_checkpoint(
@@ -145,7 +142,15 @@ def _run(
         "checkpoint": {"bytes": sum(file.stat().st_size for file in run.folder.glob("*.safetensors"))},
     }
     if verify:
-        summary["verification"] = _verify(policy, cycle, source, processor, prompts, dtype, device, run, reporter)
+        tried = [processor(prompt) for prompt in (probe_prompt(source.family.modalities), *prompts.calibration[:1])]
+        with reporter.phase("Verify", total=len(tried), unit="prompts") as bar:
+            expected = [_graph_logits(policy, inputs) for inputs in tried]
+            cycle.release()
+            policy.release()
+            inputs = [one.tensors for one in tried]
+            found = verify_checkpoint(run.folder, source.family, inputs, expected, dtype=dtype, device=device)
+            bar.advance(len(tried))
+        summary["verification"] = asdict(found)
     summary["seconds"] = {name: round(seconds, 3) for name, seconds in reporter.seconds.items()}
     run.write_json(summary, "summary.json")
     return Result(run.folder, summary)
@@ -202,40 +207,9 @@ def _round_figures(run: Run, recipe: Recipe) -> list[dict[str, Any]]:
     ]
 
 
-def _verify(
-    policy: Policy,
-    cycle: Cycle,
-    source: Source,
-    processor: PromptProcessor,
-    prompts: Prompts,
-    dtype: torch.dtype,
-    device: torch.device,
-    run: Run,
-    reporter: Reporter,
-) -> dict[str, Any]:
-    """The checkpoint, reloaded by transformers, against the graph it was folded from, with every modality."""
-    tried = [processor(prompt) for prompt in (probe_prompt(source.family.modalities), *prompts.calibration[:1])]
-    with reporter.phase("Verify", total=len(tried), unit="prompts") as bar:
-        expected = [_graph_logits(policy, inputs) for inputs in tried]
-        policy.model.to("meta")
-        del policy, cycle
-        _release(device)
-        found = verify_checkpoint(
-            run.folder, source.family, [inputs.tensors for inputs in tried], expected, dtype=dtype, device=device
-        )
-        bar.advance(len(tried))
-    return asdict(found)
-
-
 @torch.no_grad()
 def _graph_logits(policy: Policy, inputs: ModelInputs) -> Tensor:
     tensors: Mapping[str, Tensor] = {name: tensor.to(policy.device) for name, tensor in inputs.tensors.items()}
     with policy.speaking("Q"):
         logits: Tensor = policy.model(**tensors, use_cache=False).logits
     return logits.float().cpu()
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -65,6 +65,12 @@ class Policy:
         for module in self._modules():
             module.freeze(theta)
 
+    def release(self) -> None:
+        """Give the memory back; the policy cannot speak any more."""
+        for module in self._modules():
+            module.release()
+        self.model.to("meta")
+
     def folded(self) -> Iterator[tuple[str, FoldedLinear | FoldedNorm]]:
         """Every folded piece with its name relative to the decoder, block by block, as the exporter wants them."""
         for block in self.structure.blocks:

@@ -170,7 +170,7 @@ class Recipe(Config):
     init: Literal["search", "rtn"] = Field(default="search", description="theta^(0): searched, or plain rounding")
     rounds: StrictInt = Field(default=2, ge=0, description="R: rounds of Follow, Compare, Branch, Calibrate")
     refresh: StrictBool = Field(default=True, description="take new rollouts each round, not those of the first")
-    seed: StrictInt = Field(default=0, ge=0, lt=2**63, description="orders prompts and draws the random selection")
+    seed: StrictInt = Field(default=0, ge=0, lt=2**43, description="orders prompts and draws the random selection")
     data: DataConfig = DataConfig()
     follow: FollowConfig = FollowConfig()
     branch: BranchConfig = BranchConfig()

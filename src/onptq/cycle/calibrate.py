@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -101,7 +102,7 @@ def calibrate(
     energy = block_energy(targets, items) if cfg.normalize == "energy" else None
     judge = None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg)
 
-    batches = list(_batches(len(items), cfg.batch, cfg.epochs, seed))
+    batches = [batch for epoch in range(cfg.epochs) for batch in _batches(len(items), cfg.batch, seed + epoch)]
     progress = progress or Progress(theta.clone())
     if cfg.rounding:
         progress.theta.add_offsets(policy.structure.blocks, policy.device)
@@ -159,11 +160,14 @@ def objective(terms: Terms, cfg: CalibrateConfig) -> Tensor:
     return cfg.anchor * terms.anchor + cfg.gamma * critical
 
 
-def _batches(count: int, size: int, epochs: int, seed: int) -> Iterator[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        order = torch.randperm(count, generator=generator).tolist()
-        yield from (order[start : start + size] for start in range(0, count, size))
+def order_seed(seed: int, round_: int) -> int:
+    """Where a round's epochs begin to count their seeds: far enough apart that no two runs or rounds share an order."""
+    return 1_000_000 * seed + 1_000 * round_
+
+
+def _batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return (order[start : start + size] for start in range(0, count, size))
 
 
 class _Update:
@@ -212,8 +216,9 @@ class _Judge:
     def __init__(
         self, policy: Policy, holdout: Holdout, targets: Targets, energy: Tensor | None, cfg: CalibrateConfig
     ) -> None:
+        count = len(holdout.states)
         every = holdout.states.with_columns(
-            critical=holdout.states.critical | True, weight=holdout.states.weight * 0 + 1 / len(holdout.states)
+            critical=np.ones(count, np.bool_), weight=np.full(count, 1 / count, np.float32)
         )
         self.items = make_items(policy, holdout.prompts, holdout.trajectories, every)
         self.policy, self.targets, self.energy, self.size = policy, targets, energy, cfg.micro_batch

@@ -12,13 +12,13 @@ import numpy as np
 
 from onptq.bank import MISMATCH, NEAR_MISS, States, Trajectory, read_trajectories, write_trajectories
 from onptq.cycle.branch import branch
-from onptq.cycle.calibrate import Holdout, Progress, calibrate
+from onptq.cycle.calibrate import Holdout, Progress, calibrate, order_seed
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
 from onptq.cycle.risk import score, select
 from onptq.models.encoding import EncodedPrompt
-from onptq.policy import Policy
+from onptq.policy import Policy, Side
 from onptq.progress import Reporter
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
@@ -75,9 +75,12 @@ class Cycle:
     def speak_as(self, theta: Theta) -> None:
         """Q is what theta folds to; whatever was cached of the previous Q is no longer true."""
         self.policy.freeze(theta, keep_dequantized=self.budgets.keep_dequantized)
-        for prefixes in (self.prefixes, self.held_out):
-            if prefixes is not None:
-                prefixes.forget("Q")
+        self._forget("Q")
+
+    def release(self) -> None:
+        """Drop every cached prefix of both models."""
+        self._forget("D")
+        self._forget("Q")
 
     def trajectories(self, k: int) -> list[Trajectory]:
         source = k if self.recipe.refresh else 0
@@ -144,7 +147,7 @@ class Cycle:
                 theta,
                 cfg,
                 holdout=holdout,
-                seed=self.recipe.seed + 1000 * k,
+                seed=order_seed(self.recipe.seed, k),
                 target_budget=self.budgets.targets,
                 progress=progress,
                 save=save,
@@ -189,6 +192,11 @@ class Cycle:
             with self.run.writing(*parts) as path:
                 write(value, path)
         return read(self.run.file(*parts))
+
+    def _forget(self, side: Side) -> None:
+        for prefixes in (self.prefixes, self.held_out):
+            if prefixes is not None:
+                prefixes.forget(side)
 
     def _prefixes(self, prompts: Sequence[EncodedPrompt]) -> Prefixes:
         return Prefixes(

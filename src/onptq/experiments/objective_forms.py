@@ -20,7 +20,7 @@ import torch
 from scipy.stats import bootstrap
 
 from onptq.bank import MISMATCH, States
-from onptq.cycle.calibrate import Holdout, calibrate
+from onptq.cycle.calibrate import Holdout, calibrate, order_seed
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
@@ -118,7 +118,7 @@ def _train(
         states = weigh(prefixes, trajectories, compare(prefixes, trajectories), recipe, k)
         apart = follow(held_out)
         judge = Holdout(holdout, apart, compare(held_out, apart))
-        seed = recipe.seed + 1000 * k
+        seed = order_seed(recipe.seed, k)
         theta = calibrate(
             policy, prompts, trajectories, states, theta, recipe.calibrate, holdout=judge, seed=seed
         ).theta

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ class Source:
         with safe_open(self.shards[0], "pt") as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 piece = file.get_slice(name)
-                sizes[piece.get_dtype()] = sizes.get(piece.get_dtype(), 0) + max(1, *piece.get_shape(), 1)
+                sizes[piece.get_dtype()] = sizes.get(piece.get_dtype(), 0) + math.prod(piece.get_shape())
         stored = max(sizes, key=lambda dtype: sizes[dtype])
         if stored not in STORED:
             raise OnPTQError(

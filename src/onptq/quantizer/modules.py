@@ -55,11 +55,15 @@ class QuantLinear(nn.Module):
         return F.linear(x, weight, bias)
 
     def attach(self, theta: Theta) -> None:
-        self.live, self.folded, self._dequantized = theta, None, None
+        self.release()
+        self.live = theta
+
+    def release(self) -> None:
+        self.live, self.folded, self._dequantized = None, None, None
 
     @torch.no_grad()
     def freeze(self, theta: Theta) -> None:
-        self.live, self._dequantized = None, None
+        self.release()
         weight, bias, path = self._smoothed(theta), self._bias(theta), self.block.path(self.name)
         bias = None if bias is None else bias.to(self.storage)
         if self.scheme.quantizes_weights:
@@ -135,6 +139,9 @@ class QuantNorm(nn.Module):
 
     def attach(self, theta: Theta) -> None:
         self.live, self.folded = theta, None
+
+    def release(self) -> None:
+        self.live, self.folded = None, None
 
     @torch.no_grad()
     def freeze(self, theta: Theta) -> None:
