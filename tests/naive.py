@@ -93,8 +93,8 @@ def naive_rollout(policy: Policy, inputs: ModelInputs, limit: int, eos: Collecti
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+    weights: np.ndarray = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)  # type: ignore[no-any-return]
 
 
 def kl(p: np.ndarray, q: np.ndarray) -> float:
@@ -167,7 +167,9 @@ def naive_branch(
         branches.append(tuple(tokens))
         dense.append(probabilities(forward(policy, "D", inputs, [*prefix, *tokens])[-depth:].double().numpy()))
     pairs = list(zip(*dense, strict=True))
-    return NaiveFork(*branches, tuple(js(p, q) for p, q in pairs), tuple(kl(p, q) for p, q in pairs))
+    reference_tokens, competitor_tokens = branches
+    separations = tuple(js(p, q) for p, q in pairs), tuple(kl(p, q) for p, q in pairs)
+    return NaiveFork(reference_tokens, competitor_tokens, *separations)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def bank(run: Path, k: int) -> dict[str, np.ndarray]:
 
 def states_files(run: Path) -> list[tuple[Path, Path]]:
     """Every table of states with the trajectories it visits."""
-    held_out = [run / "onptq" / part for part in ("initial", "rounds/0", "rounds/1", "final")]
+    held_out = [run / "onptq" / part for part in ("rounds/0", "rounds/1", "final")]
     rounds = [run / f"onptq/rounds/{k}" for k in range(ROUNDS)]
     return [(folder / "holdout.parquet", folder / "holdout_trajectories.parquet") for folder in held_out] + [
         (folder / "bank.parquet", folder / "trajectories.parquet") for folder in rounds
@@ -121,7 +121,7 @@ def states_files(run: Path) -> list[tuple[Path, Path]]:
 def test_the_files_of_a_run_are_these_and_no_others(run: Path, model: Tiny) -> None:
     expected = {f"onptq/{name}" for name in (".lock", "recipe.yaml", "summary.json", "log.jsonl", "prompts.parquet")}
     expected |= {"onptq/init.safetensors"}
-    expected |= {f"onptq/{part}/{name}" for part in ("initial", "final") for name in HELD_OUT_FILES}
+    expected |= {f"onptq/final/{name}" for name in HELD_OUT_FILES}
     expected |= {f"onptq/rounds/{k}/{name}" for k in range(ROUNDS) for name in (*ROUND_FILES, *HELD_OUT_FILES)}
     found = {str(path.relative_to(run)) for path in (run / "onptq").rglob("*") if path.is_file()}
     assert found == expected
@@ -186,9 +186,8 @@ def test_the_summary_is_counted_from_the_tables(run: Path) -> None:
     summary = json.loads((run / "onptq/summary.json").read_text())
     assert summary.keys() >= {"scheme", "method", "model", "prompts", "rounds", "holdout", "checkpoint", "seconds"}
     tables = [(summary["rounds"][k], bank(run, k)) for k in range(ROUNDS)]
-    tables += [
-        (summary["holdout"][part], columns(run / f"onptq/{part}/holdout.parquet")) for part in ("initial", "final")
-    ]
+    for name, part in (("initial", "rounds/0"), ("final", "final")):
+        tables.append((summary["holdout"][name], columns(run / f"onptq/{part}/holdout.parquet")))
     for figures, states in tables:
         assert figures["states"] == len(states["t"])
         assert figures["mismatches"] == (states["kind"] == "mismatch").sum()

@@ -43,7 +43,7 @@ CHECKPOINT = {
     "config.json",
     "tokenizer.json",
 }  # where a kill among the checkpoint's files is tried
-REPEATED = ("onptq/initial/", "onptq/final/")  # what rounds/0 has, written by the same lines
+REPEATED = "onptq/final/"  # what rounds/0 has, written by the same lines
 VARYING = {"onptq/log.jsonl", "onptq/summary.json"}  # they tell times, and how often the run was begun
 
 
@@ -309,8 +309,6 @@ EVERYWHERE = [
     ("Load", 1),
     ("Encode", 2),
     ("Initialize (search)", 1),
-    ("Follow held-out at the start", 1),
-    ("Compare held-out at the start", 1),
     *in_round(1),
     *in_round(2),
     ("Follow held-out at the end", 1),

@@ -85,6 +85,9 @@ def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str
         values = [form.format(side[key]) for side in sides if isinstance(side.get(key), int | float)]
         if values:
             yield f"held-out {name}", " -> ".join(values)
+    kept = [_kept(figures) for figures in summary.get("rounds") or () if "best_step" in figures]
+    if kept:
+        yield "iterate kept", ", ".join(f"round {k}: {which}" for k, which in enumerate(kept, 1))
     steps: dict[str, float] = {}
     for phase, seconds in _mapping(summary.get("seconds")).items():
         step = phase.split()[0]  # "Follow 1" and "Follow 2" are both Follow
@@ -95,6 +98,11 @@ def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str
     if isinstance(size, int | float):
         yield "checkpoint", f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
     yield "written to", str(path)
+
+
+def _kept(figures: Mapping[str, Any]) -> str:
+    best, steps = figures["best_step"], figures["steps"]
+    return f"step {best} of {steps}" if best else f"its start, none of {steps} steps was better"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
