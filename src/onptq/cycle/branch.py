@@ -23,6 +23,7 @@ from onptq.models.encoding import PromptBatch
 from onptq.policy import Policy
 
 TREE_TOKENS = 16384  # branch tokens that are alive at a time, over the whole batch
+ROW_TOKENS = 512  # and in one row: they attend to one another under a mask, so more would cost quadratically
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _greedy(policy: Policy, hidden: Tensor) -> Tensor:
 
 
 def _plant(batch: PromptBatch, states: States, horizon: int) -> list[list[np.ndarray]]:
-    """Candidates of each prompt of the batch, at most as many at a time as keep the forest within TREE_TOKENS."""
+    """Candidates of each prompt of the batch, at most as many at a time as the two limits allow."""
     rows = [np.flatnonzero((states.prompt == prompt.ordinal) & states.candidates) for prompt in batch.prompts]
-    share = max(1, TREE_TOKENS // (2 * horizon * len(rows)))
+    share = max(1, min(TREE_TOKENS // len(rows), ROW_TOKENS) // (2 * horizon))
     return [[row[start : start + share] for row in rows] for start in range(0, max(map(len, rows)), share)]

@@ -94,14 +94,15 @@ def load(folder: Path, family: Loadable, dtype: torch.dtype, device: torch.devic
     options: dict[str, Any] = {}
     scheme = _read_quantization(folder)
     if scheme is not None:
-        # Without it weights are unpacked by a hook on the top module's forward, which a full Omni model never calls.
-        options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+        options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=False)
     # compressed-tensors draws bars of its own, which nothing but their stream can turn off.
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.filterwarnings("ignore", "You passed `quantization_config`")  # to say how, not what, to load
         model, report = getattr(transformers, family.model_class).from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True, **options
         )
+        if scheme is not None:
+            _unpack(model, dtype)
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
         if report.get(kind):  # transformers itself only warns, and fills the gap with random numbers
             raise OnPTQError(
@@ -109,17 +110,21 @@ def load(folder: Path, family: Loadable, dtype: torch.dtype, device: torch.devic
             )
     if scheme is not None:
         check_modules(model, family.ignore)
-        _unpin(model)
     return model.eval().to(device)
 
 
-def _unpin(model: nn.Module) -> None:
-    """Where there is a GPU, unpacking leaves every module pinned to the host it was unpacked on."""
+def _unpack(model: Any, dtype: torch.dtype) -> None:
+    """Unpack the weights in `dtype`. transformers 5.17 leaves renamed tensors in the dtype they are stored in, and a hook on the
+    top module's forward, which would unpack them later, is never called by a full Omni model."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    model.hf_quantizer.compressor.decompress_model(model=model)
     try:
         from compressed_tensors.offload import remove_dispatch
     except ImportError:  # older releases pin nothing
         return
-    remove_dispatch(model)
+    remove_dispatch(model)  # where there is a GPU, unpacking pins every module to the host
 
 
 def check_modules(model: nn.Module, ignore: Sequence[str]) -> None:

@@ -130,4 +130,4 @@ def head_logits(structure: Structure, hidden: Tensor) -> Tensor:
     logits: Tensor = _HeadProduct.apply(rows, structure.head.weight)  # type: ignore[no-untyped-call]
     if structure.head.bias is not None:
         logits = logits + structure.head.bias.to(logits.dtype)
-    return logits.view(*hidden.shape[:-1], -1)
+    return logits.view(*hidden.shape[:-1], logits.shape[-1])
