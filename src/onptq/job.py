@@ -21,7 +21,7 @@ from onptq.data.manifest import manifest_digest
 from onptq.data.probes import probe_prompt
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.export.compressed import write_checkpoint
+from onptq.export.compressed import check_apart, write_checkpoint
 from onptq.export.verify import verify as verify_checkpoint
 from onptq.methods import METHODS
 from onptq.models.encoding import EncodedPrompt
@@ -60,6 +60,7 @@ def quantize(
     if not scheme.quantizes_weights:
         raise OnPTQError(f"scheme {scheme} leaves the weights in 16 bits: there is nothing to write; expected W2 to W8")
     source = find_source(model)
+    check_apart(source.folder, Path(out))
     if calibration is None and recipe.method != "rtn":
         raise OnPTQError(f"method {recipe.method} needs calibration prompts: give a manifest (JSONL or parquet)")
     prompts = gather_prompts(calibration, holdout, recipe.data, source.family.modalities)
@@ -151,7 +152,7 @@ def _run(
             found = verify_checkpoint(run.folder, source.family, inputs, expected, dtype=dtype, device=device)
             bar.advance(len(tried))
         summary["verification"] = asdict(found)
-    summary["seconds"] = {name: round(seconds, 3) for name, seconds in reporter.seconds.items()}
+    summary["seconds"] = _phase_seconds(run)
     run.write_json(summary, "summary.json")
     return Result(run.folder, summary)
 
@@ -196,6 +197,15 @@ def _budgets(policy: Policy, recipe: Recipe) -> Budgets:
     budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
     weights = sum(parameter.nbytes for block in policy.structure.blocks for parameter in block.module.parameters())
     return Budgets(budget // 2, budget // 2, keep_dequantized=cache is None and weights < SHARE_OF_FREE * free / 2)
+
+
+def _phase_seconds(run: Run) -> dict[str, float]:
+    """What every finished phase took, whichever process finished it."""
+    seconds: dict[str, float] = {}
+    for event in run.events():
+        if event["event"] == "phase" and event["state"] == "end":
+            seconds[event["phase"]] = round(seconds.get(event["phase"], 0.0) + event["seconds"], 3)
+    return seconds
 
 
 def _round_figures(run: Run, recipe: Recipe) -> list[dict[str, Any]]:

@@ -178,7 +178,6 @@ class LoggedReporter:
     """Another reporter, whose phases, notes and warnings also go to a run's log, with the seconds of every phase."""
 
     def __init__(self, inner: Reporter, log: Callable[..., None]) -> None:
-        self.seconds: dict[str, float] = {}  # by phase name, summed over rounds
         self._inner = inner
         self._log = log
 
@@ -197,9 +196,8 @@ class LoggedReporter:
                         "phase", state="failed", phase=name, done=counted.done, seconds=seconds, error=repr(error)
                     )
                 raise
-        seconds = time.monotonic() - began
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        self._log("phase", state="end", phase=name, done=counted.done, seconds=round(seconds, 3))
+        seconds = round(time.monotonic() - began, 3)
+        self._log("phase", state="end", phase=name, done=counted.done, seconds=seconds)
 
     def note(self, text: str) -> None:
         self._log("note", text=text)

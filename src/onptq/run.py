@@ -37,6 +37,7 @@ class Run:
 
     def __init__(self, folder: Path, lock: int) -> None:
         self.folder = folder
+        self._begun_here = False
         self._unlock = weakref.finalize(self, os.close, lock)
 
     @classmethod
@@ -68,6 +69,7 @@ class Run:
                 stale.unlink()
             _drop_torn_line(self.file(LOG))
         if recorded is None:
+            self._begun_here = True
             with self.writing(RECORD) as temporary:
                 temporary.write_text(yaml.safe_dump(_plain(identity), sort_keys=False), encoding="utf-8")
         versions = _plain(identity).get("versions") or {}
@@ -124,7 +126,16 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, OnPTQError):
+            self._withdraw()
         self.close()
+
+    def _withdraw(self) -> None:
+        """A run that failed before its first step leaves nothing behind that the mended command would stumble over."""
+        if self._begun_here and {item.name for item in self.file().iterdir()} <= {RECORD, LOG, LOCK}:
+            shutil.rmtree(self.file())
+            with suppress(OSError):  # not empty: the folder was there before
+                self.folder.rmdir()
 
 
 @contextmanager

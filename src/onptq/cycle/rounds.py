@@ -61,13 +61,13 @@ class Cycle:
             committed = self._round_file(k, "theta.safetensors")
             if self.run.has(*committed):
                 theta = Theta.load(self.run.file(*committed), self.policy.device)
-                continue
-            self.speak_as(theta)
-            trajectories = self.trajectories(k)
-            states = self.states(k, trajectories)
-            theta = self.update(k, trajectories, states, theta)
-            with self.run.writing(*committed) as path:
-                theta.save(path)
+            else:
+                self.speak_as(theta)
+                trajectories = self.trajectories(k)
+                states = self.states(k, trajectories)
+                theta = self.update(k, trajectories, states, theta)
+                with self.run.writing(*committed) as path:
+                    theta.save(path)
             self.run.file(*self._round_file(k, ".calibrate.safetensors")).unlink(missing_ok=True)
         self.speak_as(theta)
         return theta

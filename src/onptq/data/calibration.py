@@ -35,16 +35,17 @@ def gather_prompts(
     """Which prompts calibrate and which are held out; ordinals are unique over both."""
     if calibration is None:
         return Prompts((), ())
-    given = (
-        load_manifest(calibration, modalities=modalities) if isinstance(calibration, str | Path) else list(calibration)
-    )
+    given = _numbered(calibration, 0, modalities)
     if not given:
         raise OnPTQError("there are no calibration prompts; expected at least one")
     if holdout is None:
         return Prompts(*split(given, prompts=cfg.prompts, holdout=cfg.holdout, share=cfg.holdout_share))
-    apart = load_manifest(holdout, modalities=modalities) if isinstance(holdout, str | Path) else list(holdout)
-    renumbered = [replace(prompt, ordinal=len(given) + index) for index, prompt in enumerate(apart)]
-    return Prompts(given[: cfg.prompts], renumbered)
+    return Prompts(given[: cfg.prompts], _numbered(holdout, len(given), modalities))
+
+
+def _numbered(source: str | Path | Sequence[Prompt], first: int, modalities: frozenset[str]) -> list[Prompt]:
+    prompts = load_manifest(source, modalities=modalities) if isinstance(source, str | Path) else source
+    return [replace(prompt, ordinal=first + index) for index, prompt in enumerate(prompts)]
 
 
 def write_prompts(prompts: Prompts, input_ids: Sequence[Sequence[int]], path: Path) -> None:

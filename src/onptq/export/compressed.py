@@ -59,7 +59,7 @@ def write_checkpoint(
     the next one is asked for, so the host holds one output shard and little else. Either the whole checkpoint appears
     in `out` or none of it.
     """
-    _check_apart(source, out)
+    check_apart(source, out)
     checkpoint = open_source(source)
     decoder = find_decoder(checkpoint.tensors, (*ignore, *other_models))
     _check_seven(checkpoint, decoder)
@@ -255,7 +255,7 @@ def _check_complete(decoder: Decoder, replaced: set[str]) -> None:
         )
 
 
-def _check_apart(source: Path, out: Path) -> None:
+def check_apart(source: Path, out: Path) -> None:
     if out.resolve().is_relative_to(source.resolve()):
         raise OnPTQError(f"the output folder {out} lies in the source folder {source}; choose a folder outside it")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from onptq.errors import OnPTQError
@@ -19,6 +19,7 @@ from onptq.models import family_of
 from onptq.models.family import Family, text_config
 
 WEIGHTS = "*.safetensors"
+HASHED = (WEIGHTS, "*.json", "*.jinja", "*.txt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -37,9 +38,9 @@ class Source:
         return sorted(self.folder.glob(WEIGHTS))
 
     def sha256(self) -> str:
-        """Of config.json and every weight file, in order of their names."""
+        """Of everything that decides what the model computes: weights, settings, tokenizer and chat template."""
         digest = hashlib.sha256()
-        for path in (self.folder / "config.json", *self.shards):
+        for path in sorted(path for pattern in HASHED for path in self.folder.glob(pattern)):
             with path.open("rb") as file:
                 digest.update(f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
         return digest.hexdigest()
@@ -83,7 +84,17 @@ def find_source(model: str | Path) -> Source:
         raise OnPTQError(
             f"{folder} has no {WEIGHTS} files; expected a checkpoint in safetensors (pickled weights are not read)"
         )
+    for shard in source.shards:
+        _check_shard(shard)
     return source
+
+
+def _check_shard(shard: Path) -> None:
+    try:
+        with safe_open(shard, "pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise OnPTQError(f"{shard} cannot be read: {error}; expected a whole safetensors file") from error
 
 
 def choose_device(device: str) -> torch.device:
@@ -135,11 +146,13 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device) -> nn.M
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise OnPTQError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise OnPTQError(f"{path} holds a {type(content).__name__}; expected a JSON object")
     return content
 
 
