@@ -677,7 +677,7 @@ def test_sources_that_cannot_be_read_are_named(sources, tmp_path):
 def test_the_source_folder_is_never_written_to(sources, tmp_path):
     source = sources("llama")
     for out in (source, source / "quantized", source / ".." / source.name):
-        with pytest.raises(OnPTQError, match="lies in the source folder"):
+        with pytest.raises(OnPTQError, match="lies in the model folder"):
             export("llama", source, out, parts=())
 
 

@@ -257,7 +257,7 @@ def _check_complete(decoder: Decoder, replaced: set[str]) -> None:
 
 def check_apart(source: Path, out: Path) -> None:
     if out.resolve().is_relative_to(source.resolve()):
-        raise OnPTQError(f"the output folder {out} lies in the source folder {source}; choose a folder outside it")
+        raise OnPTQError(f"the output folder {out} lies in the model folder {source}: choose another --out, outside it")
 
 
 def _ignore_patterns(
