@@ -112,9 +112,8 @@ class Targets:
 
     def __init__(self, policy: Policy, budget: int | None) -> None:
         self.policy, self.budget, self.used = policy, budget, 0
-        self._kept: dict[
-            int, tuple[EncodedPrompt, Tensor]
-        ] = {}  # by identity; the sequence is held so that it stays its own
+        # By identity: the sequence is held beside its target, so that no other can take its place.
+        self._kept: dict[int, tuple[EncodedPrompt, Tensor]] = {}
 
     @torch.no_grad()
     def of(self, sequence: EncodedPrompt) -> Tensor:

@@ -121,6 +121,7 @@ class Cycle:
     def update(self, k: int, trajectories: Sequence[Trajectory], states: States, theta: Theta) -> Theta:
         cfg, saved = self.recipe.calibrate, self._round_file(k, ".calibrate.safetensors")
         holdout = self.holdout(f"rounds/{k}", f"held-out {k + 1}")
+        self._forget("Q")  # this Q has said all it will be asked
         progress = Progress.load(self.run.file(*saved), self.policy.device) if self.run.has(*saved) else None
         steps = cfg.epochs * -(-len(self.prompts) // cfg.batch)
         last_saved = time.monotonic()

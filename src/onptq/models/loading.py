@@ -111,8 +111,8 @@ def choose_dtype(dtype: str, device: torch.device, note: Callable[[str], None] =
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     chosen = DTYPES[dtype]
     try:
-        probe = torch.ones(8, 64, dtype=chosen, device=device)
-        torch.nn.functional.linear(probe, torch.ones(64, 64, dtype=chosen, device=device))
+        probe = torch.ones(64, 256, dtype=chosen, device=device)
+        torch.nn.functional.linear(probe, torch.ones(256, 256, dtype=chosen, device=device))
     except RuntimeError as error:
         note(f"{dtype} products do not work on this {device.type} ({error}); computing in float32 instead")
         return torch.float32
