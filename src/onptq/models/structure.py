@@ -40,11 +40,6 @@ class Block:
         """The name relative to the decoder, as checkpoints spell it: `layers.3.self_attn.q_proj`."""
         return ".".join((f"layers.{self.index}", *LINEARS.get(name, (name,))))
 
-    @property
-    def width(self) -> int:
-        weight = self.child("q_proj").weight
-        return int(weight.shape[1])  # type: ignore[union-attr, index]
-
 
 @dataclass(frozen=True)
 class Structure:

@@ -42,10 +42,6 @@ class QuantLinear(nn.Module):
     def in_features(self) -> int:
         return self.weight.shape[1]
 
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
     def forward(self, x: Tensor) -> Tensor:
         if not self.switch.quantized:
             return F.linear(x, self.weight, self.bias)
