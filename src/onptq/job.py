@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +27,16 @@ from onptq.methods import METHODS
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source
 from onptq.models.processing import ModelInputs, PromptProcessor
+from onptq.models.structure import LINEARS, NORMS
 from onptq.policy import Policy, load_policy
-from onptq.progress import LoggedReporter, QuietReporter, Reporter
+from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 from onptq.run import Run
 from onptq.schemes import Scheme
 
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
+T = TypeVar("T")
 SHARE_OF_FREE = 0.5  # of the device's free memory, for prefixes and targets together
 
 
@@ -65,9 +67,9 @@ def quantize(
         raise OnPTQError(f"method {recipe.method} needs calibration prompts: give a manifest (JSONL or parquet)")
     prompts = gather_prompts(calibration, holdout, recipe.data, source.family.modalities)
     device = choose_device(recipe.compute.device)
-    with reporter.phase("Hash the model", total=1, unit="checkpoint") as bar:
-        identity = _identity(source, prompts, calibration, recipe, device)
-        bar.advance()
+    with reporter.phase("Hash the model", total=len(source.files), unit="files") as bar:
+        sha256 = source.sha256(bar.advance)
+    identity = _identity(source, sha256, prompts, calibration, recipe, device)
     with Run.open(out, identity, warn=reporter.warn) as run:
         if run.finished:
             reporter.note(f"{out} is a finished run; its summary is shown as it was")
@@ -76,11 +78,11 @@ def quantize(
 
 
 def _identity(
-    source: Source, prompts: Prompts, calibration: object, recipe: Recipe, device: torch.device
+    source: Source, sha256: str, prompts: Prompts, calibration: object, recipe: Recipe, device: torch.device
 ) -> dict[str, Any]:
     return {
         "recipe": recipe.model_dump(),
-        "model": {"source": source.name, "family": source.family.name, "sha256": source.sha256()},
+        "model": {"source": source.name, "family": source.family.name, "sha256": sha256},
         "prompts": {
             "source": str(calibration) if isinstance(calibration, str | Path) else None,
             "sha256": manifest_digest(prompts.every),
@@ -119,17 +121,16 @@ def _run(
     after = cycle.holdout("final", "held-out at the end")
     before = cycle.holdout("rounds/0", "held-out 1") if recipe.rounds else after
 
-    with reporter.phase("Export", total=1, unit="checkpoint") as bar:
+    with reporter.phase("Export", total=policy.blocks * len((*LINEARS, *NORMS)), unit="modules") as bar:
         write_checkpoint(
             source.folder,
             run.folder,
-            policy.folded(),
+            _counted(policy.folded(), bar),
             scheme,
             ignore=source.family.ignore,
             other_models=source.family.other_models,
             method=recipe.method,
         )
-        bar.advance()
     summary = {
         "scheme": str(scheme),
         "method": recipe.method,
@@ -197,6 +198,12 @@ def _budgets(policy: Policy, recipe: Recipe) -> Budgets:
     budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
     weights = sum(parameter.nbytes for block in policy.structure.blocks for parameter in block.module.parameters())
     return Budgets(budget // 2, budget // 2, keep_dequantized=cache is None and weights < SHARE_OF_FREE * free / 2)
+
+
+def _counted(items: Iterable[T], bar: Bar) -> Iterator[T]:
+    for item in items:
+        yield item
+        bar.advance()
 
 
 def _phase_seconds(run: Run) -> dict[str, float]:

@@ -37,12 +37,17 @@ class Source:
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob(WEIGHTS))
 
-    def sha256(self) -> str:
-        """Of everything that decides what the model computes: weights, settings, tokenizer and chat template."""
+    @property
+    def files(self) -> list[Path]:
+        """Everything that decides what the model computes: weights, settings, tokenizer and chat template."""
+        return sorted(path for pattern in HASHED for path in self.folder.glob(pattern))
+
+    def sha256(self, advance: Callable[[int], None] = lambda files: None) -> str:
         digest = hashlib.sha256()
-        for path in sorted(path for pattern in HASHED for path in self.folder.glob(pattern)):
+        for path in self.files:
             with path.open("rb") as file:
                 digest.update(f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            advance(1)
         return digest.hexdigest()
 
     def eos(self) -> tuple[int, ...]:
