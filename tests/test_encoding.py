@@ -108,7 +108,7 @@ def test_deepstack_features_lie_on_the_picture_and_matter(tiny: Callable[[str], 
             continue
         assert prompt.deepstack is not None
         assert torch.equal(prompt.deepstack_at, (inputs.modality == 1).nonzero()[:, 0])
-        assert prompt.deepstack.shape[1:] == (int((inputs.modality == 1).sum()), policy.structure.blocks[0].width)
+        assert prompt.deepstack.shape[1:] == (int((inputs.modality == 1).sum()), prompt.embeds.shape[1])
         without = replace(prompt, deepstack=None, deepstack_at=None)
         full, bare = (decode(policy, PromptBatch.of([one]))[0, -1] for one in (prompt, without))
         assert (full - bare).abs().max() > 1e-3
