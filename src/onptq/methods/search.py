@@ -16,7 +16,7 @@ from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import Block
 from onptq.policy import Policy
 from onptq.quantizer.integer import fake_quantize_activations
-from onptq.quantizer.theta import PAIRS, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import PAIR_INTO, PAIRS, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import fake_quantize_weight, smoothed
 from onptq.schemes import Scheme
 
@@ -76,9 +76,10 @@ def sample_inputs(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[int,
 
 def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, seen: dict[str, Tensor]) -> Tensor:
     """The u, among no smoothing and every strength, with the least relative output error summed over the consumers."""
-    key, consumers = pair_key(block, pair), PAIRS[pair][1]
+    key, consumers, x = pair_key(block, pair), PAIRS[pair][1], seen[pair]
     weights = {name: _dense_weight(block, name) for name in consumers}
-    x_max = _per_channel(seen[pair].abs().amax(0).float(), block, pair)
+    outputs = {name: x @ weight.T for name, weight in weights.items()}
+    x_max = _per_channel(x.abs().amax(0).float(), block, pair)
     w_max = _per_channel(
         torch.stack([weight.abs().amax(0) for weight in weights.values()]).amax(0).float(), block, pair
     )
@@ -89,9 +90,12 @@ def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, seen:
             u = strength * x_max.clamp(min=FLOOR).log() - (1 - strength) * w_max.clamp(min=FLOOR).log()
             u = (u - u.mean()).clamp(-REACH, REACH)
         theta.smoothing[key] = u
-        error = sum(
-            float(_relative_error(policy, theta, block, name, weight, seen[pair])) for name, weight in weights.items()
-        )
+        entering = _quantized_input(policy.scheme, log_scales_in(theta, block, consumers[0]), x)
+        error = 0.0
+        for name, out in outputs.items():
+            weight = smoothed(weights[name], log_scales_in(theta, block, name), None)
+            emitted = entering @ _rounded(policy, theta, block, name, weight).T
+            error += float((emitted - out).float().square().sum() / out.float().square().sum().clamp(min=FLOOR))
         if error < least:
             best, least = u, error
     return best
@@ -104,40 +108,35 @@ def _per_channel(values: Tensor, block: Block, pair: str) -> Tensor:
     return values.view(block.kv_heads, -1, block.head_dim).amax(1).flatten()
 
 
-def _relative_error(policy: Policy, theta: Theta, block: Block, name: str, weight: Tensor, x: Tensor) -> Tensor:
-    out = x @ weight.T
-    error = _quantized_output(policy, theta, block, name, x) - out * _row_scale(theta, block, name)
-    return (error / _row_scale(theta, block, name)).float().square().sum() / out.float().square().sum().clamp(min=FLOOR)
-
-
 def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, seen: dict[str, Tensor]) -> Tensor:
     """Per row (and group: all groups of a row share the choice), the ratio of least output error."""
-    path = block.path(name)
+    path, x = block.path(name), seen[PAIR_INTO[name]]
+    log_in, log_out = log_scales_in(theta, block, name), log_scales_out(theta, block, name)
+    weight = smoothed(_dense_weight(block, name), log_in, log_out)
+    entering = _quantized_input(policy.scheme, log_in, x)
+    out = x @ _dense_weight(block, name).T
+    if log_out is not None:
+        out = out * log_out.neg().exp()
     full = theta.ratio[path]
-    x = seen[next(pair for pair, (_, consumers) in PAIRS.items() if name in consumers)]
-    out = (x @ _dense_weight(block, name).T) * _row_scale(theta, block, name)
     best, least = full, torch.full((len(full),), torch.inf, device=full.device)
     for ratio in (1.0, *RATIOS):
         theta.ratio[path] = torch.full_like(full, ratio).log()
-        error = (_quantized_output(policy, theta, block, name, x) - out).float().square().sum(0)
+        emitted = entering @ _rounded(policy, theta, block, name, weight).T
+        error = (emitted - out).float().square().sum(0)
         better = error < least
         best, least = torch.where(better[:, None], theta.ratio[path], best), torch.where(better, error, least)
     return best
 
 
-def _quantized_output(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor) -> Tensor:
-    """What the folded linear would emit for D's input, [n, O]."""
-    scheme: Scheme = policy.scheme
-    log_in, path = log_scales_in(theta, block, name), block.path(name)
-    weight = smoothed(_dense_weight(block, name), log_in, log_scales_out(theta, block, name))
-    weight = fake_quantize_weight(weight, theta.ratio[path], None, scheme, policy.storage, x.dtype)
+def _quantized_input(scheme: Scheme, log_in: Tensor, x: Tensor) -> Tensor:
+    """What the smoothed and quantized consumers of D's input x [n, I] multiply with."""
     x = (x.float() / log_in.exp()).to(x.dtype)
-    return (fake_quantize_activations(x, scheme.activation_bits) if scheme.quantizes_activations else x) @ weight.T
+    return fake_quantize_activations(x, scheme.activation_bits) if scheme.quantizes_activations else x
 
 
-def _row_scale(theta: Theta, block: Block, name: str) -> Tensor | float:
-    log_out = log_scales_out(theta, block, name)
-    return 1.0 if log_out is None else log_out.neg().exp()
+def _rounded(policy: Policy, theta: Theta, block: Block, name: str, weight: Tensor) -> Tensor:
+    ratio = theta.ratio[block.path(name)]
+    return fake_quantize_weight(weight, ratio, None, policy.scheme, policy.storage, policy.dtype)
 
 
 def _dense_weight(block: Block, name: str) -> Tensor:
