@@ -17,6 +17,7 @@ from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
 from onptq.cycle.risk import score, select
 from onptq.data.manifest import load_manifest
+from onptq.errors import OnPTQError
 from onptq.models.loading import load_model
 from onptq.models.processing import ModelInputs
 from onptq.models.structure import LINEARS, NORMS, find_structure
@@ -190,3 +191,14 @@ def test_d_and_q_share_one_copy_of_the_weights(tiny: Callable[[str], Tiny], fami
             held = [value for value in vars(block.child(name)).values() if isinstance(value, Tensor)]
             assert held == [], "no dense copy of Q's weights between forwards, unless asked for"
             assert block.child(name).folded.codes.dtype == torch.int8
+
+
+def test_a_norm_that_does_not_multiply_with_its_weight_alone_is_refused(tiny: Callable[[str], Tiny]) -> None:
+    """Folding divides the gain; with 1 + weight the quotient would be silently wrong."""
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    model = load_model(tiny("llama").source, torch.float32, CPU)
+    layer = find_structure(model).blocks[1].module
+    layer.post_attention_layernorm = GemmaRMSNorm(layer.post_attention_layernorm.weight.shape[0])
+    with pytest.raises(OnPTQError, match=r"layers\.1\.post_attention_layernorm \(GemmaRMSNorm\)"):
+        Policy(model, Scheme.parse("W4A8"))

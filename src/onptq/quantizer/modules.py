@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from onptq.errors import OnPTQError
 from onptq.models.structure import Block
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.integer import cast_through, fake_quantize_activations
@@ -113,6 +114,7 @@ class QuantNorm(nn.Module):
     def __init__(self, norm: nn.Module, block: Block, name: str, storage: torch.dtype, switch: Switch) -> None:
         super().__init__()
         self.norm = norm
+        _check_gain(norm, block.path(name))
         self.block, self.name, self.storage, self.switch = block, name, storage, switch
         self.live: Theta | None = None
         self.folded: FoldedNorm | None = None
@@ -147,3 +149,15 @@ class QuantNorm(nn.Module):
         log_out = log_scales_out(theta, self.block, self.name)
         assert log_out is not None
         return cast_through(self.weight.float() / log_out.exp(), self.storage)
+
+
+@torch.no_grad()
+def _check_gain(norm: nn.Module, path: str) -> None:
+    """Folding divides the gain, so the norm must be linear in it; a norm that multiplies with 1 + weight is not."""
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    probe = torch.linspace(-1, 1, len(weight), dtype=weight.dtype, device=weight.device)
+    doubled = functional_call(norm, {"weight": 2 * weight}, (probe,))
+    if not torch.allclose(doubled, 2 * norm(probe), rtol=1e-2):
+        raise OnPTQError(
+            f"{path} ({type(norm).__name__}) does not multiply with its weight alone, so s cannot be folded into it"
+        )
