@@ -6,7 +6,9 @@ import os
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some CPUs announce AMX and then refuse bf16 products
 
-from collections.abc import Callable
+import gc
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,3 +68,36 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
         return made[family]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is quantized in a second, and its prompts. Not to be written to."""
+    folder = tmp_path_factory.mktemp("small")
+    return write_random(
+        "qwen2.5-vl", folder, prompts=6, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512, image_size=56
+    )
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """`tmpfs("2m")`: a file system of that size, where one can be mounted."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        try:
+            worked = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+        except FileNotFoundError:
+            worked = False
+        if not worked:
+            pytest.skip("no small file system can be mounted here")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    gc.collect()  # what a failed run leaves to be collected may still hold its files open
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)

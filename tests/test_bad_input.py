@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +32,6 @@ TINY = {
     "select.budget": 256,
     "compute.device": "cpu",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small")
-    return write_random(
-        "qwen2.5-vl", folder, prompts=6, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512, image_size=56
-    )
 
 
 @pytest.fixture(scope="module")
@@ -443,22 +426,9 @@ def results(run: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmpfs: Callable[[str], Path]) -> Path:
     """A file system with room for one small run."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    try:
-        mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("no small file system can be mounted here")
-    try:
-        yield folder
-    finally:
-        gc.collect()  # what a failed run leaves to be collected may still hold its files open
-        subprocess.run(["umount", str(folder)], check=True)
+    return tmpfs("2m")
 
 
 def fill(disk: Path, leave: int) -> Path:

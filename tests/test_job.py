@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -84,24 +84,6 @@ def bank(run: Path, k: int = 0) -> States:
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     lines = (run / "onptq/log.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more, and lose much where others use the same cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that is quantized in a second, and its prompts."""
-    folder = tmp_path_factory.mktemp("small")
-    return write_random(
-        "qwen2.5-vl", folder, prompts=6, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512, image_size=56
-    )
 
 
 @pytest.fixture(scope="module")

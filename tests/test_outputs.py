@@ -20,6 +20,7 @@ import torch
 import yaml
 from conftest import Tiny
 from safetensors.torch import load_file
+from test_bank import CONTRACT
 
 import onptq
 from onptq.data.manifest import load_manifest
@@ -40,25 +41,6 @@ CHANGES = {
     "calibrate.batch": 2,
     "calibrate.gamma": 0.2,
     "compute.device": "cpu",
-}
-BANK = {
-    "prompt": pa.int32(),
-    "t": pa.int32(),
-    "token": pa.int32(),
-    "reference": pa.int32(),
-    "competitor": pa.int32(),
-    "quantized": pa.int32(),
-    "margin_dense": pa.float32(),
-    "margin_quant": pa.float32(),
-    "erosion": pa.float32(),
-    "js": pa.float32(),
-    "kl": pa.float32(),
-    "kind": pa.dictionary(pa.int8(), pa.string()),
-    "horizon": pa.int32(),
-    "consequence": pa.float32(),
-    "risk": pa.float32(),
-    "critical": pa.bool_(),
-    "weight": pa.float32(),
 }
 MEDIA = pa.list_(pa.struct([("path", pa.string()), ("sha256", pa.string()), ("bytes", pa.binary())]))
 PROMPTS = {
@@ -143,7 +125,7 @@ def test_the_document_names_every_file_and_every_column() -> None:
         "init.safetensors",
     }
     assert {name for name in files if not any(entry.endswith(name) for entry in documented)} == set()
-    for table in (BANK, PROMPTS, TRAJECTORIES):
+    for table in (CONTRACT, PROMPTS, TRAJECTORIES):
         assert table.keys() <= documented
 
 
@@ -284,7 +266,7 @@ def test_trajectories_hold_exact_responses_of_every_prompt_once(run: Path, model
 
 def test_one_row_per_visited_state_in_order_with_the_token_that_was_written(run: Path) -> None:
     for path, visited in states_files(run):
-        assert names(pq.read_table(path)) == BANK
+        assert names(pq.read_table(path)) == CONTRACT
         states = columns(path)
         expected = [
             (row["prompt"], t, token) for row in rows(visited) for t, token in enumerate(row["response"], start=1)

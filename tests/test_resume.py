@@ -216,24 +216,9 @@ class Server:
         return self.done[key]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from onptq.zoo.random import write_random
-
-    folder = tmp_path_factory.mktemp("small")
-    return write_random(
-        "qwen2.5-vl", folder, prompts=6, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512, image_size=56
-    )
+def model(small: Path) -> Path:
+    return small
 
 
 @pytest.fixture(scope="module")
