@@ -73,12 +73,9 @@ class Policy:
 
     def folded(self) -> Iterator[tuple[str, FoldedLinear | FoldedNorm]]:
         """Every folded piece with its name relative to the decoder, block by block, as the exporter wants them."""
-        for block in self.structure.blocks:
-            for name in (*NORMS, *LINEARS):
-                module = block.child(name)
-                assert isinstance(module, QuantLinear | QuantNorm)
-                assert module.folded is not None
-                yield block.path(name), module.folded
+        for module in self._modules():
+            assert module.folded is not None
+            yield module.block.path(module.name), module.folded
 
     def encode(self, inputs: Mapping[str, Tensor], modality: Tensor, ordinal: int = 0) -> EncodedPrompt:
         with self.speaking("D"):

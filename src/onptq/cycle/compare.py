@@ -57,9 +57,9 @@ def pair_margin(logits: Tensor, reference: Tensor, competitor: Tensor) -> Tensor
     return pair[..., 0] - pair[..., 1]
 
 
-def state_rows(policy_vocabulary: int, models: int = 2) -> int:
+def state_rows(vocabulary: int, models: int = 2) -> int:
     """How many states' logits fit into LOGIT_BYTES at once."""
-    return max(1, LOGIT_BYTES // (4 * models * policy_vocabulary))
+    return max(1, LOGIT_BYTES // (4 * models * vocabulary))
 
 
 @torch.no_grad()
