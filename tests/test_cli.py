@@ -110,10 +110,31 @@ def test_quantize_refuses_bad_settings_before_it_touches_anything(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_quantize_needs_a_model_and_an_out() -> None:
-    assert call("quantize").exit_code == 2
-    assert call("quantize", "model").exit_code == 2
+def test_an_unknown_command_is_refused() -> None:
     assert call("quantise").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "expected"),
+    [
+        ("zoo:qwen2.5-vl", {}, "qwen2.5-vl-W4A8"),
+        ("zoo:qwen2.5-vl+outliers", {"scheme": "W4A6"}, "qwen2.5-vl+outliers-W4A6"),
+        ("real:smollm2", {"scheme": "w4a16-g128"}, "smollm2-W4A16-g128"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", {}, "Qwen2.5-VL-7B-Instruct-W4A8"),
+        ("some/where/model/", {"method": "static"}, "model-W4A8-static"),
+        ("some/where/model/../other", {"method": "rtn"}, "other-W4A8-rtn"),
+    ],
+)
+def test_without_an_out_the_run_is_named_after_model_scheme_and_method(
+    model: str, changes: dict[str, Any], expected: str
+) -> None:
+    assert quantize.default_out(model, Recipe.preset("default", changes)) == Path(expected)
+
+
+def test_the_help_says_what_is_chosen_where_nothing_is_given() -> None:
+    shown = " ".join(call("quantize", "--help").stdout.replace("│", " ").split())
+    for text in ("[default: zoo:qwen2.5-vl]", "zoo for models of the zoo, else default", "400 in all", "(W4A8)"):
+        assert text in shown
 
 
 def test_set_wins_over_a_named_option() -> None:
@@ -181,6 +202,8 @@ def test_the_overview_shows_what_the_summary_has_and_leaves_out_the_rest() -> No
         "seconds": "Follow 3.2, Calibrate 30.0",
         "checkpoint": "3.00 GiB",
         "written to": "out",
+        "run files": "out/onptq",
     }
-    assert dict(quantize.overview({}, "out")) == {"written to": "out"}
-    assert dict(quantize.overview({"holdout": {"initial": None}, "seconds": 3}, "out")) == {"written to": "out"}
+    always = {"written to": "out", "run files": "out/onptq"}
+    assert dict(quantize.overview({}, "out")) == always
+    assert dict(quantize.overview({"holdout": {"initial": None}, "seconds": 3}, "out")) == always

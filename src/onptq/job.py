@@ -21,6 +21,9 @@ from onptq.data.manifest import manifest_digest
 from onptq.data.probes import probe_prompt
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
+from onptq.evaluate.answers import check_items
+from onptq.evaluate.arms import compare_arms, make_arms
+from onptq.evaluate.items import Item, items_digest
 from onptq.export.compressed import check_apart, write_checkpoint
 from onptq.export.verify import verify as verify_checkpoint
 from onptq.methods import METHODS
@@ -53,10 +56,15 @@ def quantize(
     calibration: str | Path | Sequence[Prompt] | None = None,
     recipe: Recipe | None = None,
     holdout: str | Path | Sequence[Prompt] | None = None,
+    evaluation: Sequence[Item] | None = None,
     reporter: Reporter | None = None,
     verify: bool = True,
 ) -> Result:
-    """Quantize `model` into `out`; called again after a kill, it goes on from the last finished step."""
+    """Quantize `model` into `out`; called again after a kill, it goes on from the last finished step.
+
+    With `evaluation`, the dense model, plain rounding, the static control and the result answer its items, and the
+    summary has a `comparison`. The checkpoint is the same either way.
+    """
     recipe, reporter = recipe or Recipe(), reporter or QuietReporter()
     scheme = Scheme.parse(recipe.scheme)
     if not scheme.quantizes_weights:
@@ -66,15 +74,20 @@ def quantize(
     if calibration is None and recipe.method != "rtn":
         raise OnPTQError(f"method {recipe.method} needs calibration prompts: give a manifest (JSONL or parquet)")
     prompts = gather_prompts(calibration, holdout, recipe.data, source.family.modalities)
+    if evaluation is not None:
+        check_items(evaluation)
     device = choose_device(recipe.compute.device)
     with reporter.phase("Hash the model", total=len(source.files), unit="files") as bar:
         sha256 = source.sha256(bar.advance)
     identity = _identity(source, sha256, prompts, calibration, recipe, device)
+    if evaluation is not None:
+        identity["evaluation"] = {"sha256": items_digest(evaluation), "items": len(evaluation)}
     with Run.open(out, identity, warn=reporter.warn) as run:
         if run.finished:
             reporter.note(f"{out} is a finished run; its summary is shown as it was")
             return Result(Path(out), run.read_json("summary.json"))
-        return _run(source, prompts, recipe, scheme, device, run, LoggedReporter(reporter, run.log), verify)
+        logged = LoggedReporter(reporter, run.log)
+        return _run(source, prompts, recipe, scheme, device, run, logged, evaluation, verify)
 
 
 def _identity(
@@ -107,6 +120,7 @@ def _run(
     device: torch.device,
     run: Run,
     reporter: LoggedReporter,
+    evaluation: Sequence[Item] | None,
     verify: bool,
 ) -> Result:
     dtype = choose_dtype(recipe.compute.dtype, device, reporter.note)
@@ -117,7 +131,8 @@ def _run(
     calibration, holdout = _encode(policy, processor, prompts, recipe, run, reporter)
     cycle = Cycle(policy, calibration, holdout, recipe, run, reporter, _budgets(policy, recipe))
 
-    cycle.rounds(_initialize(policy, calibration, recipe, run, reporter))
+    init = _initialize(policy, calibration, recipe, run, reporter)
+    theta = cycle.rounds(init)
     after = cycle.holdout("final", "held-out at the end")
     before = cycle.holdout("rounds/0", "held-out 1") if recipe.rounds else after
 
@@ -143,6 +158,9 @@ def _run(
         },
         "checkpoint": {"bytes": sum(file.stat().st_size for file in run.folder.glob("*.safetensors"))},
     }
+    if evaluation is not None:
+        summary["comparison"] = compare_arms(cycle, make_arms(cycle, init, theta), evaluation, processor)
+        cycle.speak_as(theta)
     if verify:
         tried = [processor(prompt) for prompt in (probe_prompt(source.family.modalities), *prompts.calibration[:1])]
         with reporter.phase("Verify", total=len(tried), unit="prompts") as bar:
@@ -217,7 +235,8 @@ def _phase_seconds(run: Run) -> dict[str, float]:
 
 def _round_figures(run: Run, recipe: Recipe) -> list[dict[str, Any]]:
     banks = (run.file("rounds", str(k), "bank.parquet") for k in range(recipe.rounds))
-    steps = {event["round"]: event for event in run.events() if event["event"] == "calibrated"}
+    own = (event for event in run.events() if "arm" not in event)
+    steps = {event["round"]: event for event in own if event["event"] == "calibrated"}
     return [
         bank_figures(States.read(bank)) | {key: steps[k][key] for key in ("steps", "best_step") if k in steps}
         for k, bank in enumerate(banks)

@@ -211,6 +211,26 @@ class LoggedReporter:
         self._inner.result(values)
 
 
+class NamedReporter:
+    """Another reporter, whose phases begin with a name: whose Follow it is, when several arms follow."""
+
+    def __init__(self, inner: Reporter, name: str) -> None:
+        self._inner = inner
+        self._name = name
+
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> AbstractContextManager[Bar]:
+        return self._inner.phase(f"{self._name} {name}", total, unit)
+
+    def note(self, text: str) -> None:
+        self._inner.note(f"{self._name}: {text}")
+
+    def warn(self, text: str) -> None:
+        self._inner.warn(f"{self._name}: {text}")
+
+    def result(self, values: Mapping[str, Any]) -> None:
+        self._inner.result(values)
+
+
 class _CountedBar:
     def __init__(self, inner: Bar) -> None:
         self.done = 0

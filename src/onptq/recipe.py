@@ -1,4 +1,4 @@
-"""The run's configuration: typed, frozen, unknown fields refused, with presets light, default, best and paper."""
+"""The run's configuration: typed, frozen, unknown fields refused, with presets light, default, best, paper and zoo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pydantic import (
 from onptq.errors import OnPTQError
 from onptq.schemes import Scheme
 
-PRESETS = ("light", "default", "best", "paper")
+PRESETS = ("light", "default", "best", "paper", "zoo")
 
 # What a method's name says about other fields; a recipe that says otherwise contradicts itself.
 IMPLIED: Mapping[str, Mapping[str, Any]] = {

@@ -35,10 +35,11 @@ DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, 
 class Run:
     """An open run. Only one process has it; closing it (or ending) lets the next one in."""
 
-    def __init__(self, folder: Path, lock: int) -> None:
+    def __init__(self, folder: Path, lock: int | None, arm: str | None = None) -> None:
         self.folder = folder
+        self._arm = arm
         self._begun_here = False
-        self._unlock = weakref.finalize(self, os.close, lock)
+        self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
 
     @classmethod
     def open(cls, path: str | Path, identity: Mapping[str, Any], *, warn: Callable[[str], None] | None = None) -> Run:
@@ -81,8 +82,12 @@ class Run:
             if warn is not None:
                 warn(text)
 
+    def arm(self, name: str) -> Run:
+        """Another arm of the same run: its files lie in a folder of that name, its lines of the log say whose they are."""
+        return Run(self.folder, None, name)
+
     def file(self, *parts: str) -> Path:
-        return self.folder.joinpath(HOME, *parts)
+        return self.folder.joinpath(HOME, *(() if self._arm is None else (self._arm,)), *parts)
 
     def has(self, *parts: str) -> bool:
         return self.file(*parts).exists()
@@ -107,18 +112,22 @@ class Run:
     def log(self, event: str, **fields: Any) -> None:
         """Append one line to the log."""
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = to_json({"time": time, "event": event, **fields}) + "\n"
-        with explained(self.file(LOG)), self.file(LOG).open("a", encoding="utf-8") as file:
+        whose = {} if self._arm is None else {"arm": self._arm}
+        line = to_json({"time": time, "event": event, **whose, **fields}) + "\n"
+        log = self.folder / HOME / LOG
+        with explained(log), log.open("a", encoding="utf-8") as file:
             file.write(line)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The log so far; a last line that a kill cut short is left out."""
-        if self.has(LOG):
-            with self.file(LOG).open(encoding="utf-8", errors="replace") as file:
+        """The log so far, of all arms; a last line that a kill cut short is left out."""
+        log = self.folder / HOME / LOG
+        if log.exists():
+            with log.open(encoding="utf-8", errors="replace") as file:
                 yield from (json.loads(line) for line in file if line.endswith("\n"))
 
     def close(self) -> None:
-        self._unlock()
+        if self._unlock is not None:
+            self._unlock()
 
     def __enter__(self) -> Self:
         return self

@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onptq.cli.comparison import print_comparison
 from onptq.errors import OnPTQError
 
+ZOO = "zoo:"
+NAMED = (ZOO, "real:")  # prefixes of the names in `onptq zoo list`
+RUN_FILES = "onptq"
+
 if TYPE_CHECKING:
+    from onptq.evaluate.items import Item
     from onptq.progress import Reporter
     from onptq.recipe import Recipe
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of the model to quantize.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run: the checkpoint, and onptq/ with all it was made from.")],
+    model: Annotated[
+        str, typer.Argument(help="Model to quantize: a folder, a hub id, or a name of `onptq zoo list`.")
+    ] = "zoo:qwen2.5-vl",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the run: the checkpoint, and onptq/ with all it was made from.",
+            show_default="the model's name and the scheme, e.g. qwen2.5-vl-W4A8",
+        ),
+    ] = None,
     scheme: Annotated[
-        str | None, typer.Option(help="W4A16, W8A8, W4A8, W4A6, any WbAb; -gN and -asym with A16.")
+        str | None,
+        typer.Option(help="W4A16, W8A8, W4A8, W4A6, any WbAb; -gN and -asym with A16.", show_default="W4A8"),
     ] = None,
     method: Annotated[str | None, typer.Option(help="onptq, static (the control: gamma 0) or rtn.")] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="Manifest of prompts, .jsonl or .parquet; only rtn needs none.")
+        Path | None,
+        typer.Option(
+            help="Manifest of prompts, .jsonl or .parquet; rtn needs none, and models of the zoo bring their own."
+        ),
     ] = None,
     holdout: Annotated[
         Path | None, typer.Option(help="Manifest of held-out prompts, instead of some of the calibration prompts.")
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="light, default, best or paper.", show_default="default")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="light, default, best, paper or zoo (few prompts and one round: two minutes on two cores).",
+            show_default="zoo for models of the zoo, else default",
+        ),
+    ] = None,
     recipe: Annotated[Path | None, typer.Option(help="Recipe YAML instead of a preset.")] = None,
     changes: Annotated[
         list[str] | None,
@@ -40,22 +65,74 @@ def quantize(
     seed: Annotated[int | None, typer.Option(help="Seed of all that is random.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Reload the checkpoint and compare it.")] = True,
+    evaluate: Annotated[
+        bool | None,
+        typer.Option(
+            "--evaluate/--no-evaluate",
+            help="Put the embedded tasks to the dense model, RTN, the static control and the result; the control is "
+            "calibrated for it.",
+            show_default="models of the zoo only",
+        ),
+    ] = None,
+    items: Annotated[
+        int | None, typer.Option(min=1, help="Test items per task.", show_default="400 in all, e.g. 100 of 4 tasks")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print progress and result as JSON lines.")] = False,
 ) -> None:
-    """Quantize MODEL. Killed at any moment, the same command continues."""
+    """Quantize MODEL. Killed at any moment, the same command continues; given again, it shows the finished run."""
+    of_the_zoo = model.startswith(ZOO)
+    if of_the_zoo and recipe is None and preset is None:
+        preset = "zoo"
     options = {"scheme": scheme, "method": method, "init": init, "seed": seed, "compute.device": device}
     resolved = resolve_recipe(preset, recipe, options, changes or [])
-    if calibration is None and resolved.method != "rtn":
+    if calibration is None and resolved.method != "rtn" and not of_the_zoo:
         raise OnPTQError(f"method {resolved.method} needs --calibration PROMPTS, a .jsonl or .parquet manifest")
     reporter = _reporter(quiet, json)
+    if of_the_zoo:
+        _use_one_thread()
+    given: dict[str, Any] = {"calibration": calibration, "holdout": holdout}
+    if of_the_zoo and calibration is None:
+        given |= _drawn_prompts(model, resolved, holdout, reporter)
+    if of_the_zoo if evaluate is None else evaluate:
+        given["evaluation"] = _drawn_items(model, items, reporter)
 
     import onptq
 
-    result = onptq.quantize(
-        model, out, calibration=calibration, recipe=resolved, holdout=holdout, reporter=reporter, verify=verify
-    )
+    folder = default_out(model, resolved) if out is None else out
+    result = onptq.quantize(model, folder, recipe=resolved, reporter=reporter, verify=verify, **given)
     reporter.result(result.summary if json else dict(overview(result.summary, result.path)))
+    if "comparison" in result.summary and not quiet and not json:
+        print_comparison(result.summary["comparison"])
+
+
+def default_out(model: str, recipe: Recipe) -> Path:
+    """In the current folder: the last part of the model's name, the scheme, and the method where it is not onptq."""
+    name = model.split(":", 1)[1] if model.startswith(NAMED) else Path(model).resolve().name
+    return Path("-".join((name, recipe.scheme, *(() if recipe.method == "onptq" else (recipe.method,)))))
+
+
+def _drawn_prompts(model: str, recipe: Recipe, holdout: Path | None, reporter: Reporter) -> dict[str, Any]:
+    from onptq.models.loading import find_source
+    from onptq.zoo.materials import draw_prompts
+
+    calibration, held_out = draw_prompts(find_source(model).family.name, recipe.data, reporter)
+    return {"calibration": calibration, "holdout": held_out if holdout is None else holdout}
+
+
+def _drawn_items(model: str, per_task: int | None, reporter: Reporter) -> list[Item]:
+    from onptq.models.loading import find_source
+    from onptq.zoo.materials import draw_items
+
+    return draw_items(find_source(model).family.name, per_task, reporter)
+
+
+def _use_one_thread() -> None:
+    """The products of models this small gain little from a second thread, and wait long for it where a core is busy."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, Any], changes: list[str]) -> Recipe:
@@ -98,6 +175,7 @@ def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str
     if isinstance(size, int | float):
         yield "checkpoint", f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
     yield "written to", str(path)
+    yield "run files", str(Path(path) / RUN_FILES)
 
 
 def _kept(figures: Mapping[str, Any]) -> str:

@@ -9,7 +9,9 @@ import typer
 
 
 def recipe(
-    preset: Annotated[str | None, typer.Option(help="light, default, best or paper.", show_default="default")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="light, default, best, paper or zoo.", show_default="default")
+    ] = None,
     file: Annotated[Path | None, typer.Option("--recipe", help="Recipe YAML instead of a preset.")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change any field; repeatable.")

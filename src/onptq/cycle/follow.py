@@ -11,23 +11,26 @@ from onptq.bank import Trajectory
 from onptq.cycle.prefixes import Prefixes
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import PromptBatch
+from onptq.policy import Side
 
 
-def follow(prefixes: Prefixes, *, advance: Callable[[int], None] = lambda prompts: None) -> list[Trajectory]:
-    """Greedy rollouts of Q for every prompt, at most `prefixes.max_tokens` long, in the order of the prompts' ordinals."""
+def follow(
+    prefixes: Prefixes, *, side: Side = "Q", advance: Callable[[int], None] = lambda prompts: None
+) -> list[Trajectory]:
+    """Greedy rollouts of Q (D where it is asked) for every prompt, at most `prefixes.max_tokens` long, by ordinal."""
     trajectories: list[Trajectory] = []
     for index, batch in enumerate(prefixes.batches):
-        responses = rollout(prefixes, index)
+        responses = rollout(prefixes, index, side)
         trajectories += _cut(batch, responses, prefixes.policy.eos)
         advance(len(batch.prompts))
     return sorted(trajectories, key=lambda trajectory: trajectory.prompt)
 
 
 @torch.no_grad()
-def rollout(prefixes: Prefixes, index: int) -> Tensor:
-    """y_t = argmax z_Q(s_t), [B, T]; a row that has ended goes on being fed its last token until all have ended."""
+def rollout(prefixes: Prefixes, index: int, side: Side = "Q") -> Tensor:
+    """y_t = argmax z(s_t), [B, T]; a row that has ended goes on being fed its last token until all have ended."""
     policy, batch = prefixes.policy, prefixes.batches[index]
-    prefix = prefixes.prompt(index, "Q")
+    prefix = prefixes.prompt(index, side)
     eos = torch.tensor(sorted(policy.eos), device=policy.device)
     size, limit = len(batch.prompts), prefixes.max_tokens
     real = torch.cat((batch.real, batch.real.new_ones(size, limit)), dim=1)
@@ -35,7 +38,7 @@ def rollout(prefixes: Prefixes, index: int) -> Tensor:
     tokens: list[Tensor] = []
     ended = torch.zeros(size, dtype=torch.bool, device=policy.device)
     hidden = prefix.last
-    with policy.speaking("Q"):
+    with policy.speaking(side):
         while True:
             tokens.append(policy.logits(hidden).argmax(-1))
             ended = ended | torch.isin(tokens[-1], eos)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,12 @@ class Cycle:
             self.run.file(*self._round_file(k, ".calibrate.safetensors")).unlink(missing_ok=True)
         self.speak_as(theta)
         return theta
+
+    def arm(self, recipe: Recipe, run: Run, reporter: Reporter) -> Cycle:
+        """The cycle of another recipe over the same policy and prompts: what D left in the caches serves it too."""
+        other = copy.copy(self)
+        other.recipe, other.run, other.reporter = recipe, run, reporter
+        return other
 
     def speak_as(self, theta: Theta) -> None:
         """Q is what theta folds to; whatever was cached of the previous Q is no longer true."""

@@ -22,6 +22,7 @@ WEIGHTS = "*.safetensors"
 HASHED = (WEIGHTS, "*.json", "*.jinja", "*.txt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+CATALOGED = ("zoo:", "real:")  # prefixes of the names in onptq.zoo.catalog
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,14 @@ class Source:
 
 
 def find_source(model: str | Path) -> Source:
-    """A folder is taken as it is; anything else must be a hub id (`owner/name`), the only thing that uses the network."""
+    """A folder is taken as it is, `zoo:` and `real:` name the models that come with OnPTQ; anything else must be a hub id
+    (`owner/name`), the only thing that uses the network."""
     folder = Path(model)
-    if not folder.is_dir():
+    if str(model).startswith(CATALOGED):
+        from onptq.zoo.catalog import locate
+
+        folder = locate(str(model))
+    elif not folder.is_dir():
         folder = _download(str(model))
     config = _read_json(folder / "config.json")
     if not config:

@@ -1,4 +1,4 @@
-"""config.json of the small random models: each family's own layout, as the checkpoints on the hub spell it."""
+"""config.json of the small models: each family's own layout, as the checkpoints on the hub spell it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-VISION = 64  # width of the vision and audio towers
 PATCHES = {"qwen2.5-vl": 14, "qwen3-vl": 16, "qwen2.5-omni": 14}
 PROCESSORS = {
     "qwen2.5-vl": "Qwen2_5_VLProcessor",
@@ -27,6 +26,7 @@ class Dims:
     vocab: int
     tie: bool
     dtype: str
+    rope_theta: float = 1e6
 
     @property
     def head_dim(self) -> int:
@@ -37,13 +37,39 @@ class Dims:
         return [part * self.head_dim // (2 * sum(parts)) for part in parts]
 
 
-def model_config(family: str, dims: Dims, ids: Mapping[str, int]) -> JSON:
-    return _CONFIGS[family](dims, ids)
+@dataclass(frozen=True)
+class Towers:
+    """Sizes of the vision and audio towers."""
+
+    width: int = 64
+    heads: int = 2
+    ffn: int = 128
+    depth: int = 2
+    window: int = 56  # pixels: what a block of Qwen2.5's tower sees, except those that see everything
+    full: tuple[int, ...] = (1,)
+    deep_depth: int = 3  # Qwen3's tower
+    deepstack: tuple[int, ...] = (0, 1)
+    positions: int = 256
+    audio_layers: int = 2
+    audio_ffn: int = 128
+    audio_window: int = 25  # half a chunk of mel frames
+    talker_vocab: int | None = None  # as many as the thinker has
 
 
-def preprocessor_config(family: str, audio: bool) -> JSON:
-    """Settings of the image processor and, for sounds, of the feature extractor, in one file as on the hub."""
+RANDOM_TOWERS = Towers()
+
+
+def model_config(family: str, dims: Dims, ids: Mapping[str, int], towers: Towers = RANDOM_TOWERS) -> JSON:
+    return _CONFIGS[family](dims, ids, towers)
+
+
+def preprocessor_config(family: str, audio: bool, pixels: tuple[int, int] | None = None) -> JSON:
+    """Settings of the image processor and, for sounds, of the feature extractor, in one file as on the hub.
+
+    Pictures are resized to an area between the two numbers of `pixels`.
+    """
     patch = PATCHES[family]
+    least, most = pixels or ((4 * patch) ** 2, (64 * patch) ** 2)
     config: JSON = {
         "processor_class": PROCESSORS[family],
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -52,7 +78,7 @@ def preprocessor_config(family: str, audio: bool) -> JSON:
         "patch_size": patch,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "size": {"shortest_edge": (4 * patch) ** 2, "longest_edge": (64 * patch) ** 2},
+        "size": {"shortest_edge": least, "longest_edge": most},
     }
     extractor = {
         "feature_extractor_type": "WhisperFeatureExtractor",
@@ -79,7 +105,7 @@ def _text(dims: Dims) -> JSON:
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
+        "rope_theta": dims.rope_theta,
         "tie_word_embeddings": dims.tie,
         "torch_dtype": dims.dtype,
         "use_cache": True,
@@ -90,19 +116,19 @@ def _stops(ids: Mapping[str, int]) -> JSON:
     return {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
 
 
-def _windowed_vision(dims: Dims) -> JSON:
-    """The vision tower of Qwen2.5: a block that sees a window of 2 x 2 merged patches, and one that sees everything."""
+def _windowed_vision(dims: Dims, towers: Towers) -> JSON:
+    """The vision tower of Qwen2.5: blocks that see a window of merged patches, and some that see everything."""
     return {
-        "depth": 2,
-        "hidden_size": VISION,
-        "intermediate_size": 2 * VISION,
-        "num_heads": 2,
+        "depth": towers.depth,
+        "hidden_size": towers.width,
+        "intermediate_size": towers.ffn,
+        "num_heads": towers.heads,
         "out_hidden_size": dims.hidden,
         "patch_size": 14,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
+        "window_size": towers.window,
+        "fullatt_block_indexes": list(towers.full),
         "hidden_act": "silu",
     }
 
@@ -116,7 +142,7 @@ def _vision_ids(ids: Mapping[str, int]) -> JSON:
     }
 
 
-def _qwen2_5_vl(dims: Dims, ids: Mapping[str, int]) -> JSON:
+def _qwen2_5_vl(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
@@ -124,11 +150,11 @@ def _qwen2_5_vl(dims: Dims, ids: Mapping[str, int]) -> JSON:
         **_stops(ids),
         **_vision_ids(ids),
         "rope_scaling": {"type": "mrope", "mrope_section": dims.mrope_section((2, 3, 3))},
-        "vision_config": {"model_type": "qwen2_5_vl", **_windowed_vision(dims)},
+        "vision_config": {"model_type": "qwen2_5_vl", **_windowed_vision(dims, towers)},
     }
 
 
-def _qwen3_vl(dims: Dims, ids: Mapping[str, int]) -> JSON:
+def _qwen3_vl(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
     text = {
         "model_type": "qwen3_vl_text",
         **_text(dims),
@@ -143,16 +169,16 @@ def _qwen3_vl(dims: Dims, ids: Mapping[str, int]) -> JSON:
     }
     vision = {
         "model_type": "qwen3_vl",
-        "depth": 3,
-        "hidden_size": VISION,
-        "intermediate_size": 2 * VISION,
-        "num_heads": 2,
+        "depth": towers.deep_depth,
+        "hidden_size": towers.width,
+        "intermediate_size": towers.ffn,
+        "num_heads": towers.heads,
         "out_hidden_size": dims.hidden,
         "patch_size": 16,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-        "num_position_embeddings": 256,
-        "deepstack_visual_indexes": [0, 1][: dims.layers],  # at most one per decoder layer
+        "num_position_embeddings": towers.positions,
+        "deepstack_visual_indexes": list(towers.deepstack[: dims.layers]),  # at most one per decoder layer
         "hidden_act": "gelu_pytorch_tanh",
     }
     return {
@@ -166,7 +192,7 @@ def _qwen3_vl(dims: Dims, ids: Mapping[str, int]) -> JSON:
     }
 
 
-def _qwen2_5_omni(dims: Dims, ids: Mapping[str, int]) -> JSON:
+def _qwen2_5_omni(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
     rope = {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": dims.mrope_section((2, 3, 3))}}
     token_ids = {
         "audio_token_index": ids["<|AUDIO|>"],
@@ -180,11 +206,11 @@ def _qwen2_5_omni(dims: Dims, ids: Mapping[str, int]) -> JSON:
     audio = {
         "model_type": "qwen2_5_omni_audio_encoder",
         "num_mel_bins": 128,
-        "d_model": VISION,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "encoder_ffn_dim": 2 * VISION,
-        "n_window": 25,
+        "d_model": towers.width,
+        "encoder_layers": towers.audio_layers,
+        "encoder_attention_heads": towers.heads,
+        "encoder_ffn_dim": towers.audio_ffn,
+        "n_window": towers.audio_window,
         "output_dim": dims.hidden,
     }
     thinker = {
@@ -193,12 +219,13 @@ def _qwen2_5_omni(dims: Dims, ids: Mapping[str, int]) -> JSON:
         **token_ids,
         "user_token_id": 0,
         "text_config": {"model_type": "qwen2_5_omni_text", **_text(dims), **_stops(ids), **rope},
-        "vision_config": {"model_type": "qwen2_5_omni_vision_encoder", **_windowed_vision(dims)},
+        "vision_config": {"model_type": "qwen2_5_omni_vision_encoder", **_windowed_vision(dims, towers)},
         "audio_config": audio,
         "tie_word_embeddings": dims.tie,
         "torch_dtype": dims.dtype,
     }
     small = replace(dims, layers=1, hidden=dims.head_dim, ffn=2 * dims.head_dim, heads=1, kv_heads=1, tie=False)
+    small = replace(small, vocab=towers.talker_vocab or dims.vocab)
     speech = [f"tts_codec_{name}_token_id" for name in ("start", "end", "pad", "mask")]
     speech += [f"tts_text_{name}_token_id" for name in ("start", "end", "pad")]
     talker = {
@@ -248,7 +275,7 @@ _TOKEN2WAV: JSON = {
 }
 
 
-def _llama(dims: Dims, ids: Mapping[str, int]) -> JSON:
+def _llama(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -259,16 +286,16 @@ def _llama(dims: Dims, ids: Mapping[str, int]) -> JSON:
     }
 
 
-def _qwen2(dims: Dims, ids: Mapping[str, int]) -> JSON:
+def _qwen2(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
     return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_text(dims), **_stops(ids)}
 
 
-def _qwen3(dims: Dims, ids: Mapping[str, int]) -> JSON:
+def _qwen3(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
     heads = {"head_dim": dims.head_dim, "attention_bias": False}
     return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_text(dims), **_stops(ids), **heads}
 
 
-_CONFIGS: dict[str, Callable[[Dims, Mapping[str, int]], JSON]] = {
+_CONFIGS: dict[str, Callable[[Dims, Mapping[str, int], Towers], JSON]] = {
     "qwen2.5-vl": _qwen2_5_vl,
     "qwen3-vl": _qwen3_vl,
     "qwen2.5-omni": _qwen2_5_omni,

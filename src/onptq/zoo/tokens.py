@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,13 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# As above, but a capital before another capital or a digit stands alone, and so does every digit: what signs say is
+# spelled character by character, while "The" stays a word.
+SPELLING_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?\p{Lu}(?=[\p{Lu}\p{N}])|(?<=[\p{Lu}\p{N}])\p{Lu}|[^\r\n\p{L}\p{N}]?\p{Lu}?\p{Ll}+"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 CHATML = """\
 {%- for message in messages %}
 {%- if loop.first and message['role'] != 'system' %}
@@ -58,6 +65,12 @@ CHATML = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+SYSTEM = """\
+{%- if loop.first and message['role'] != 'system' %}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+"""
 
 LLAMA_CHAT = """\
 {{- bos_token }}
@@ -119,11 +132,25 @@ LLAMA = TokenSet(
 )
 
 
+def without_system(tokens: TokenSet) -> TokenSet:
+    """The same tokens with a chat template that adds no system message of its own."""
+    return replace(tokens, template=tokens.template.replace(SYSTEM, ""))
+
+
 def write_tokenizer(folder: Path, tokens: TokenSet, size: int) -> dict[str, int]:
     """Write tokenizer and chat template of at most `size` tokens; returns the ids of the special tokens."""
+    return save_tokenizer(folder, tokens, _train(size - len(tokens.special), [TEXT.replace("\n", " ")], PATTERN))
+
+
+def train_words(texts: Iterable[str], size: int) -> Any:
+    """A byte-level BPE of `size` tokens without special ones, which spells what signs say (a `tokenizers.Tokenizer`)."""
+    return _train(size, texts, SPELLING_PATTERN)
+
+
+def save_tokenizer(folder: Path, tokens: TokenSet, tokenizer: Any) -> dict[str, int]:
+    """Add the special tokens and write tokenizer and chat template; returns the ids of the special tokens."""
     from tokenizers import AddedToken
 
-    tokenizer = _train(size - len(tokens.special))
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens.special])
     ids = {token: tokenizer.token_to_id(token) for token in tokens.special}
     if tokens.bos is not None:
@@ -138,14 +165,14 @@ def write_tokenizer(folder: Path, tokens: TokenSet, size: int) -> dict[str, int]
     return ids
 
 
-def _train(size: int) -> Any:
+def _train(size: int, texts: Iterable[str], pattern: str) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -154,7 +181,7 @@ def _train(size: int) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=size, min_frequency=1, initial_alphabet=sorted(alphabet), show_progress=False
     )
-    tokenizer.train_from_iterator([TEXT.replace("\n", " ")], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 

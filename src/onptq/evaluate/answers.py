@@ -1,0 +1,112 @@
+"""Greedy answers of D or Q to items that are encoded once for everybody who answers them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from onptq.cycle.follow import follow
+from onptq.cycle.prefixes import Prefixes
+from onptq.errors import OnPTQError
+from onptq.evaluate.items import Item
+from onptq.models.encoding import EncodedPrompt
+from onptq.models.processing import PromptProcessor
+from onptq.policy import Policy, Side
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said to an item, and what it earned."""
+
+    item: str  # the item's id
+    task: str
+    text: str
+    points: float
+    total: float
+
+
+class Questions:
+    """Encoded items in batches of like answer lengths. Towers ran here; nothing of a prompt is kept for an answer that
+    is asked for only once."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        processor: PromptProcessor,
+        items: Sequence[Item],
+        *,
+        batch_tokens: int = 16384,
+        advance: Advance = lambda items: None,
+    ) -> None:
+        check_items(items)
+        self.items, self.tokenizer = items, processor.tokenizer
+        encoded: dict[int, list[EncodedPrompt]] = {}
+        for number, item in enumerate(items):
+            inputs = processor(item.prompt)
+            processor.check_length(item.prompt, inputs.length, item.max_tokens)
+            prompt = policy.encode(inputs.tensors, inputs.modality, number)
+            encoded.setdefault(item.max_tokens, []).append(prompt)
+            advance(1)
+        self.groups = [
+            Prefixes(policy, prompts, max_tokens=most, batch_tokens=batch_tokens, budget=0)
+            for most, prompts in encoded.items()
+        ]
+
+
+def answer(questions: Questions, side: Side, advance: Advance = lambda items: None) -> list[Answer]:
+    """Every item answered greedily and graded, in the order of the items."""
+    said = {one.prompt: one.tokens for group in questions.groups for one in follow(group, side=side, advance=advance)}
+    texts = questions.tokenizer.batch_decode(
+        [list(said[number]) for number in range(len(questions.items))], skip_special_tokens=True
+    )
+    return [grade(item, text) for item, text in zip(questions.items, texts, strict=True)]
+
+
+def grade(item: Item, text: str) -> Answer:
+    earned = item.grade(text)
+    return Answer(item.id, item.task, text, earned.points, earned.total)
+
+
+def check_items(items: Sequence[Item]) -> None:
+    """Answers of two models are paired by the items' ids, and a task is measured in one way."""
+    if not items:
+        raise OnPTQError("there are no items to evaluate; expected at least one")
+    twice = [name for name, count in Counter(item.id for item in items).items() if count > 1]
+    if twice:
+        raise OnPTQError(f"{len(twice)} item ids are there more than once, e.g. {twice[0]!r}; expected unique ids")
+    measures: dict[str, str] = {}
+    for item in items:
+        if measures.setdefault(item.task, item.measure) != item.measure:
+            raise OnPTQError(
+                f"item {item.id!r} of task {item.task!r} is measured by {item.measure}, others of that task by "
+                f"{measures[item.task]}; expected one measure per task"
+            )
+
+
+def write_answers(answers: Mapping[str, Sequence[Answer]], path: Path) -> None:
+    """One row per arm and item."""
+    rows = [(arm, one) for arm, given in answers.items() for one in given]
+    columns = {
+        "arm": pa.array([arm for arm, _ in rows], pa.string()),
+        "item": pa.array([one.item for _, one in rows], pa.string()),
+        "task": pa.array([one.task for _, one in rows], pa.string()),
+        "answer": pa.array([one.text for _, one in rows], pa.string()),
+        "points": pa.array([one.points for _, one in rows], pa.float64()),
+        "total": pa.array([one.total for _, one in rows], pa.float64()),
+    }
+    pq.write_table(pa.table(columns), path)
+
+
+def read_answers(path: Path) -> dict[str, list[Answer]]:
+    answers: dict[str, list[Answer]] = {}
+    for row in pq.read_table(path).to_pylist():
+        one = Answer(row["item"], row["task"], row["answer"], row["points"], row["total"])
+        answers.setdefault(row["arm"], []).append(one)
+    return answers

@@ -1,0 +1,203 @@
+"""The models that can be named: what they are, where they lie, and which of them are derived when first asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onptq.errors import OnPTQError
+
+MODELS = Path(__file__).parent / "models"  # part of the package: read, never written to
+OUTLIERS = "+outliers"
+CHOSEN = "outliers.json"  # which channels, beside the weights that they belong to
+PARTIAL = ".partial-"
+ABANDONED = 24 * 3600  # seconds after which an unfinished folder in the cache belongs to a process that died
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    what: str
+    does: str
+
+
+_TRAINED = {
+    "zoo:qwen2.5-vl": ("small Qwen2.5-VL", "sees, reads"),
+    "zoo:qwen3-vl": ("small Qwen3-VL", "sees, reads"),
+    "zoo:qwen2.5-omni": ("small Qwen2.5-Omni", "sees, reads, hears"),
+}
+SMOLLM2 = Entry("real:smollm2", "SmolLM2-135M (4-bit grid)", "chats")
+ENTRIES = {
+    entry.name: entry
+    for entry in (
+        *(Entry(name, what, does) for name, (what, does) in _TRAINED.items()),
+        *(Entry(name + OUTLIERS, "same, with outliers", does) for name, (_, does) in _TRAINED.items()),
+        SMOLLM2,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """A folder in the cache: a function of `inputs` and of the code that writes it."""
+
+    label: str
+    inputs: Sequence[Path]
+    code: str  # the module beside this one that holds `write`
+    write: Callable[[Path], None]
+
+    @property
+    def folder(self) -> Path:
+        digest = hashlib.sha256()
+        for path in (*self.inputs, Path(__file__).with_name(f"{self.code}.py")):
+            with path.open("rb") as file:
+                digest.update(f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        return cache_folder() / f"{self.label}-{digest.hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `onptq zoo list` says of an entry."""
+
+    entry: Entry
+    available: bool
+    note: str = ""  # why not
+    folder: Path | None = None  # None until it is derived, when first used
+    parameters: int | None = None
+    bytes: int | None = None
+
+
+def locate(name: str) -> Path:
+    """The checkpoint folder of a name in the catalog. A derived one is written into the cache when first asked for."""
+    _require(name)
+    derivation = _derivation(name)
+    return _shipped(name) if derivation is None else _derived(derivation)
+
+
+def export(name: str, out: Path) -> None:
+    """Copy the checkpoint of that name into `out`, a new or empty folder; config.json last, so that half is none."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OnPTQError(f"{out} is there already: expected a new or empty folder")
+    folder = locate(name)
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == "config.json")
+    try:
+        for path in files:
+            target = out / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    except OSError as error:
+        raise OnPTQError(f"cannot write {name} to {out}: {error}") from error
+
+
+def describe(name: str) -> Status:
+    """What can be said of a model without deriving it."""
+    entry = _require(name)
+    try:
+        derivation = _derivation(name)
+        folder = _shipped(name) if derivation is None else derivation.folder
+    except OnPTQError as error:
+        return Status(entry, False, str(error))
+    if not folder.is_dir():
+        return Status(entry, True)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Status(entry, True, folder=folder, parameters=_parameters(folder), bytes=size)
+
+
+def cache_folder() -> Path:
+    if own := os.environ.get("ONPTQ_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "onptq"
+
+
+def _require(name: str) -> Entry:
+    if name not in ENTRIES:
+        close = difflib.get_close_matches(name, ENTRIES, n=1, cutoff=0.6)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise OnPTQError(f"unknown model {name!r}{hint}: expected one of {', '.join(ENTRIES)}")
+    return ENTRIES[name]
+
+
+def _shipped(name: str) -> Path:
+    folder = MODELS / name.removeprefix("zoo:")
+    if not (folder / "config.json").is_file():
+        raise OnPTQError(f"{name} is not part of this installation: {folder} holds no checkpoint")
+    return folder
+
+
+def _derivation(name: str) -> Derivation | None:
+    """How a derived model comes about; None for one that is shipped."""
+    if name == SMOLLM2.name:
+        from onptq.zoo import smollm2
+
+        gguf = smollm2.find_gguf()
+        return Derivation("smollm2", [gguf], "smollm2", lambda out: smollm2.convert(gguf, out))
+    if not name.endswith(OUTLIERS):
+        return None
+    base = name.removesuffix(OUTLIERS)
+    folder = _shipped(base)
+
+    def write(out: Path) -> None:
+        from onptq.zoo.outliers import derive
+
+        derive(folder, out, base)
+
+    inputs = sorted(path for path in folder.iterdir() if path.is_file())
+    if CHOSEN not in {path.name for path in inputs}:
+        raise OnPTQError(f"{name} cannot be derived: {folder} has no {CHOSEN}")
+    return Derivation(f"{folder.name}{OUTLIERS}", inputs, "outliers", write)
+
+
+def _derived(derivation: Derivation) -> Path:
+    """Written aside and renamed, so a folder of the final name is whole. Who comes second uses what the first left."""
+    target = derivation.folder
+    if target.is_dir():
+        return target
+    cache, stage = target.parent, None
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _sweep(cache)
+        stage = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=cache))
+        fresh = stage / "model"  # mkdtemp lets only the owner in; its child has the user's own mode
+        fresh.mkdir()
+        derivation.write(fresh)
+        try:
+            fresh.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    except OSError as error:
+        raise OnPTQError(
+            f"cannot write {target}: {error}; the environment variable ONPTQ_CACHE names another folder for it"
+        ) from error
+    finally:
+        if stage is not None:
+            shutil.rmtree(stage, ignore_errors=True)
+    return target
+
+
+def _sweep(cache: Path) -> None:
+    for left in cache.glob(f"{PARTIAL}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _parameters(folder: Path) -> int:
+    """From the headers alone: eight bytes of length, then JSON."""
+    count = 0
+    for shard in folder.glob("*.safetensors"):
+        with shard.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        count += sum(math.prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
+    return count

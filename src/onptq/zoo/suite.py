@@ -1,0 +1,173 @@
+"""The embedded tasks: fixed, disjoint splits of items, drawn and spoken on demand from their numbers alone.
+
+Item `index` of a task and split is made from a generator seeded with exactly that, so it is the same to the byte on
+every machine; and what a scene or sentence says decides which split it may belong to, so no two splits share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from random import Random
+
+from onptq.data.prompts import Media, Prompt
+from onptq.errors import OnPTQError
+from onptq.evaluate.items import Grade, Item, Measure, exact
+from onptq.zoo.claims import grade_caption
+from onptq.zoo.language import INSTRUCTIONS, tell
+from onptq.zoo.lessons import TRANSCRIBE, spoken_instruction
+from onptq.zoo.questions import (
+    LISTEN,
+    Question,
+    ask_choice,
+    ask_read,
+    ask_short,
+    ask_spoken,
+    caption_scene,
+    choice_scene,
+    read_scene,
+    short_scene,
+)
+from onptq.zoo.scenes import Scene, draw_scene
+from onptq.zoo.splits import check_split
+from onptq.zoo.sprites import to_png
+
+EDITION = "onptq-zoo-1"  # another one would be another suite
+SIDES = {"qwen2.5-vl": 112, "qwen3-vl": 128, "qwen2.5-omni": 112}  # pixels: 8 x 8 patches of each family
+CAPTION_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, how it is measured, and how many items the test split has."""
+
+    make: Callable[[Random, str, int], Item]  # random, split, pixels
+    says: str
+    test_items: int
+    measure: Measure = "accuracy"
+    audio: bool = False
+
+
+def tasks_of(family: str) -> list[str]:
+    """The tasks that a model of this family can be given."""
+    if family not in SIDES:
+        raise OnPTQError(f"the embedded tasks are not made for {family!r}; expected one of {', '.join(SIDES)}")
+    return [name for name, task in TASKS.items() if family == "qwen2.5-omni" or not task.audio]
+
+
+def items(family: str, task: str, split: str, count: int | None = None, first: int = 0) -> Iterator[Item]:
+    """Items `first`, `first` + 1, ... of a split; without a count, the whole test split's number."""
+    check_split(split)
+    if task not in tasks_of(family):
+        raise OnPTQError(f"unknown task {task!r} for {family}; expected one of {', '.join(tasks_of(family))}")
+    for index in range(first, first + (TASKS[task].test_items if count is None else count)):
+        rng = Random(f"{EDITION}/{task}/{split}/{index}")
+        item = TASKS[task].make(rng, split, SIDES[family])
+        identity = f"{task}/{split}/{index}"
+        yield replace(item, id=identity, prompt=replace(item.prompt, id=identity, ordinal=index))
+
+
+def prompts(family: str, split: str, count: int) -> list[Prompt]:
+    """Prompts that ask for captions; a family that hears is asked by voice every other time."""
+    made = list(items(family, "caption", split, count))
+    if "spoken caption" in tasks_of(family):
+        spoken = list(items(family, "spoken caption", split, count))
+        made = [one for pair in zip(made, spoken, strict=True) for one in pair][:count]
+    return [replace(item.prompt, ordinal=ordinal) for ordinal, item in enumerate(made)]
+
+
+def _choice(rng: Random, split: str, side: int) -> Item:
+    return _asked("choice", choice_scene, ask_choice, 4, rng, split, side)
+
+
+def _answer(rng: Random, split: str, side: int) -> Item:
+    return _asked("answer", short_scene, ask_short, 12, rng, split, side)
+
+
+def _read(rng: Random, split: str, side: int) -> Item:
+    return _asked("read", read_scene, ask_read, 12, rng, split, side)
+
+
+def _asked(
+    task: str,
+    sample: Callable[[Random, str], Scene],
+    ask: Callable[[Scene, Random], Question],
+    max_tokens: int,
+    rng: Random,
+    split: str,
+    side: int,
+) -> Item:
+    scene = sample(rng, split)
+    question = ask(scene, rng)
+    prompt = _prompt(question.text, _picture(scene, rng, side))
+    return Item("", task, prompt, question.answer, exact(question.answer), max_tokens, kind=question.kind)
+
+
+def _caption(rng: Random, split: str, side: int) -> Item:
+    scene = caption_scene(rng, split)
+    prompt = _prompt(rng.choice(INSTRUCTIONS), _picture(scene, rng, side))
+    return Item("", "caption", prompt, tell(scene, rng), partial(grade_caption, scene=scene), CAPTION_TOKENS, "facts")
+
+
+def _spoken_caption(rng: Random, split: str, side: int) -> Item:
+    scene = caption_scene(rng, split)
+    prompt = _prompt(LISTEN, _picture(scene, rng, side), _sound(spoken_instruction(rng), rng, split))
+    grade = partial(grade_caption, scene=scene)
+    return Item("", "spoken caption", prompt, tell(scene, rng), grade, CAPTION_TOKENS, "facts")
+
+
+def _listen(rng: Random, split: str, side: int) -> Item:
+    scene = short_scene(rng, split)
+    words, question = ask_spoken(scene, rng)
+    prompt = _prompt(question.text, _picture(scene, rng, side), _sound(words, rng, split))
+    return Item("", "listen", prompt, question.answer, exact(question.answer), 12, kind=question.kind)
+
+
+def _speech(rng: Random, split: str, side: int) -> Item:
+    from onptq.zoo.sentences import spoken_sentence
+
+    words = spoken_sentence(rng, split)
+    prompt = _prompt(rng.choice(TRANSCRIBE), sound=_sound(words, rng, split))
+    return Item("", "speech", prompt, words, partial(word_errors, words), 40, "word errors")
+
+
+def word_errors(reference: str, heard: str) -> Grade:
+    """Words inserted, deleted or replaced, of those that were said."""
+    from jiwer import process_words
+
+    found = process_words(reference, " ".join(heard.lower().replace(".", " ").split()))
+    return Grade(found.substitutions + found.deletions + found.insertions, len(reference.split()))
+
+
+TASKS: dict[str, Task] = {
+    "choice": Task(_choice, "four options over a picture", 2000),
+    "read": Task(_read, "text in a picture, exactly", 2000),
+    "answer": Task(_answer, "short answers, some impossible", 2000),
+    "caption": Task(_caption, "long descriptions", 500, "facts"),
+    "listen": Task(_listen, "spoken questions about a picture", 2000, audio=True),
+    "speech": Task(_speech, "transcription of unseen voices", 1000, "word errors", audio=True),
+    "spoken caption": Task(_spoken_caption, "long descriptions, asked for by voice", 500, "facts", audio=True),
+}
+
+
+def _picture(scene: Scene, rng: Random, side: int) -> Media:
+    return _media(to_png(draw_scene(scene, rng), side))
+
+
+def _sound(words: str, rng: Random, split: str) -> Media:
+    from onptq.zoo.speech import Utterance, sample_voice, speak, to_wav
+
+    return _media(to_wav(speak(Utterance(words, sample_voice(rng, split)))))
+
+
+def _media(data: bytes) -> Media:
+    return Media(None, sha256(data).hexdigest(), data)
+
+
+def _prompt(text: str, picture: Media | None = None, sound: Media | None = None) -> Prompt:
+    parts: list[dict[str, str]] = [{"type": "image"}] if picture else []
+    parts += [{"type": "audio"}] if sound else []
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+    return Prompt(0, "", messages, (picture,) if picture else (), (sound,) if sound else ())

@@ -1,0 +1,55 @@
+"""Train an embedded model: `python -m onptq.zoo.train --family qwen2.5-vl --out DIR`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onptq.errors import OnPTQError
+
+DEFAULT_MINUTES = 9.0
+
+
+def run(
+    family: Annotated[str, typer.Option(help="qwen2.5-vl, qwen3-vl or qwen2.5-omni")],
+    out: Annotated[Path, typer.Option(help="new folder for the checkpoint")],
+    minutes: Annotated[float | None, typer.Option(help="whole run, at most; 9 unless --steps is given")] = None,
+    steps: Annotated[int | None, typer.Option(help="at most")] = None,
+    batch: Annotated[int, typer.Option(help="lessons in a step")] = 512,
+    lr: Annotated[float, typer.Option(help="peak learning rate")] = 2e-3,
+    workers: Annotated[int, typer.Option(help="processes that make lessons")] = 4,
+    speakers: Annotated[int, typer.Option(help="processes that speak, for qwen2.5-omni")] = 3,
+    seed: Annotated[int, typer.Option()] = 0,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for trying it out")] = "cuda",
+    compile: Annotated[bool, typer.Option(help="compile the blocks, on a GPU")] = True,
+) -> None:
+    """Train an embedded model from scratch and write its checkpoint folder."""
+    from onptq.progress import RichReporter
+    from onptq.zoo.train.loop import Training, train
+
+    reporter = RichReporter()
+    try:
+        training = Training(
+            family=family,
+            minutes=DEFAULT_MINUTES if minutes is None and steps is None else minutes,
+            steps=steps,
+            batch=batch,
+            lr=lr,
+            workers=workers,
+            speakers=speakers,
+            seed=seed,
+            device=device,
+            compiled=compile,
+        )
+        train(training, out, reporter)
+    except OnPTQError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise typer.Exit(1) from None
+    reporter.note(f"{out}: checkpoint of {family}, training log in log.jsonl")
+
+
+if __name__ == "__main__":
+    typer.run(run)

@@ -1,0 +1,77 @@
+"""SmoothQuant against its own formula, computed one token at a time in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import MULTIMODAL
+
+from onptq.methods import METHODS, smoothquant
+from onptq.methods.smoothquant import ALPHA, SMOOTHED
+from onptq.models.decoder import Tokens
+from onptq.models.encoding import PromptBatch
+from onptq.quantizer.theta import PAIRS, pair_key
+
+
+def entering(policy, prompts, block, name):
+    """Every token that enters a linear under D, one prompt at a time: [tokens, I]."""
+    seen = []
+    hook = block.child(name).register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, -2)))
+    with policy.speaking("D"):
+        for prompt in prompts:
+            batch = PromptBatch.of([prompt])
+            causal = torch.ones(prompt.length, prompt.length, dtype=torch.bool).tril()[None, None]
+            policy.run(Tokens(batch.embeds, batch.positions, causal, batch.deepstack))
+    hook.remove()
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_scales_follow_the_formula(tiny, family):
+    t = tiny(family)
+    policy = t.policy("W4A8", dtype=torch.float64)
+    prompts = t.encode(policy, 3)
+    theta = smoothquant(policy, prompts)
+    for block in policy.structure.blocks:
+        for pair in SMOOTHED:
+            consumers = PAIRS[pair][1]
+            tokens = entering(policy, prompts, block, consumers[0])
+            logs = []
+            for column in range(tokens.shape[1]):
+                x = max(abs(float(value)) for value in tokens[:, column])
+                w = max(float(block.child(name).weight[:, column].abs().max()) for name in consumers)
+                logs.append(torch.tensor(x**ALPHA / w ** (1 - ALPHA), dtype=torch.float64).log())
+            expected = torch.stack(logs)
+            found = theta.smoothing[pair_key(block, pair)].double()
+            torch.testing.assert_close(found, expected - expected.mean(), rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_two_norms_are_smoothed_and_rows_keep_their_range(tiny):
+    t = tiny("qwen2.5-vl")
+    policy = t.policy("W4A8")
+    theta = METHODS["smoothquant"](policy, t.encode(policy, 2), lambda blocks: None)
+    moved = {key.split(".")[-1] for key, u in theta.smoothing.items() if u.abs().max() > 1e-3}
+    assert moved == set(SMOOTHED)
+    assert all(not ratio.any() for ratio in theta.ratio.values())
+
+
+def test_the_fold_leaves_dense_outputs_unchanged(tiny):
+    t = tiny("qwen3-vl")
+    policy = t.policy("W8A16", dtype=torch.float64)
+    prompts = t.encode(policy, 2)
+    theta = smoothquant(policy, prompts)
+    batch = PromptBatch.of([prompts[0]])
+    causal = torch.ones(prompts[0].length, prompts[0].length, dtype=torch.bool).tril()[None, None]
+    tokens = Tokens(batch.embeds, batch.positions, causal, batch.deepstack)
+    with policy.speaking("D"):
+        dense = policy.run(tokens)
+    for block in policy.structure.blocks:  # what `theta` folds to, by hand and without rounding
+        for pair in SMOOTHED:
+            s = theta.smoothing[pair_key(block, pair)].double().exp()
+            producer, consumers = PAIRS[pair]
+            with torch.no_grad():
+                block.child(producer).weight.div_(s)
+                for name in consumers:
+                    block.child(name).weight.mul_(s)
+    with policy.speaking("D"):
+        torch.testing.assert_close(policy.run(tokens), dense, rtol=1e-9, atol=1e-9)
