@@ -24,7 +24,10 @@ CONFIG = "config.json"
 STAGED_CONFIG = CONFIG + ".staged"  # under its own name even the staging folder would look like a checkpoint
 
 _WEIGHTS = {".safetensors", ".bin", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"}
-_NOT_COPIED = {RUN, STAGE, CONFIG, STAGED_CONFIG, "README.md", "original", ".git", ".cache", "__pycache__"}
+_NOT_COPIED = {RUN, STAGE, CONFIG, STAGED_CONFIG, "README.md", "original", ".git", ".cache", "__pycache__"} | {
+    "outliers.json",  # how an embedded model was made, not what it is
+    "log.jsonl",
+}
 
 
 @contextmanager

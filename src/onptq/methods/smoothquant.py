@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from onptq.methods.search import FLOOR, REACH
-from onptq.models.decoder import Tokens
+from onptq.methods.activations import listening, prompt_tokens
+from onptq.methods.linears import by_query_head, dense_weight
 from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.structure import Block
 from onptq.policy import Policy
 from onptq.quantizer.theta import PAIRS, Theta, pair_key
 
 ALPHA = 0.5
 SMOOTHED = ("norm_qkv", "norm_gate_up")  # o_proj and down_proj are left alone, as its authors do
+FLOOR = 1e-5
+REACH = 8.0  # largest |log s|
 
 
 @torch.no_grad()
@@ -25,38 +28,33 @@ def smoothquant(
     largest = input_maxima(policy, prompts)
     for block in policy.structure.blocks:
         for pair in SMOOTHED:
-            weights = [block.child(name).weight for name in PAIRS[pair][1]]
-            w_max = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)  # type: ignore[operator, union-attr]
-            x_max = largest[pair_key(block, pair)]
-            u = ALPHA * x_max.clamp(min=FLOOR).log() - (1 - ALPHA) * w_max.clamp(min=FLOOR).log()
-            theta.smoothing[pair_key(block, pair)] = (u - u.mean()).clamp(-REACH, REACH)
+            key = pair_key(block, pair)
+            theta.smoothing[key] = migrated(largest[key], weight_maxima(block, pair), ALPHA)
         advance(1)
     return theta
+
+
+def migrated(x_max: Tensor, w_max: Tensor, alpha: float) -> Tensor:
+    """log s, in the zero-mean gauge."""
+    u = alpha * x_max.clamp(min=FLOOR).log() - (1 - alpha) * w_max.clamp(min=FLOOR).log()
+    return (u - u.mean()).clamp(-REACH, REACH)
+
+
+def weight_maxima(block: Block, pair: str) -> Tensor:
+    """amax over the rows of all consumers of every weight column that one scale multiplies."""
+    columns = [dense_weight(block, name).abs().amax(0).float() for name in PAIRS[pair][1]]
+    return by_query_head(torch.stack(columns).amax(0), block, pair).amax(0)
 
 
 def input_maxima(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[str, Tensor]:
     """amax over all tokens of all prompts of what enters a pair's consumers under D: pair key -> [I]."""
     largest: dict[str, Tensor] = {}
 
-    def listener(key: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def listen(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            found = args[0].abs().flatten(0, -2).amax(0).float()
-            largest[key] = torch.maximum(largest[key], found) if key in largest else found
+    def hear(block: Block, pair: str, x: Tensor) -> None:
+        key, found = pair_key(block, pair), x.abs().flatten(0, -2).amax(0).float()
+        largest[key] = torch.maximum(largest[key], found) if key in largest else found
 
-        return listen
-
-    hooks = [
-        block.child(PAIRS[pair][1][0]).register_forward_pre_hook(listener(pair_key(block, pair)))
-        for block in policy.structure.blocks
-        for pair in SMOOTHED
-    ]
-    try:
-        with policy.speaking("D"):
-            for prompt in prompts:
-                batch = PromptBatch.of([prompt])
-                causal = torch.ones(prompt.length, prompt.length, dtype=torch.bool, device=policy.device).tril()
-                policy.run(Tokens(batch.embeds, batch.positions, causal[None, None], batch.deepstack))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with listening(policy.structure.blocks, hear, SMOOTHED), policy.speaking("D"):
+        for prompt in prompts:
+            policy.run(prompt_tokens(PromptBatch.of([prompt])))
     return largest

@@ -56,15 +56,16 @@ class Strengths:
     # Quiet channels can be made large without 8 bits losing them or their neighbours: only those whose peak lies within
     # this quantile of all peaks are taken, and factors are halved until the new peak is at most `reach` median peaks.
     loudest: float = 0.25
-    reach: float = 16.0
+    reach: float = 64.0
 
 
-_NORM = Strengths(vision=(64, 64, 32, 32), audio=(32,), text=(32, 32))
+_TEXT = (32,) * 12
+_NORM = Strengths(vision=(64, 64, 32, 32), audio=(32,), text=_TEXT)
 STRENGTHS: Mapping[str, Strengths] = {
     "input_layernorm": _NORM,
     "post_attention_layernorm": _NORM,
-    "v_proj": Strengths(vision=(32,), text=(32,)),
-    "up_proj": Strengths(vision=(64, 64, 32), audio=(32,), text=(32, 32)),
+    "v_proj": Strengths(vision=(32,), text=_TEXT),
+    "up_proj": Strengths(vision=(64, 64, 32), audio=(32,), text=_TEXT),
 }
 
 

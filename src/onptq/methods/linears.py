@@ -1,0 +1,36 @@
+"""One linear under theta, taken out of the policy: its dense weight, its rounded weight, and what it multiplies with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from onptq.models.structure import Block
+from onptq.policy import Policy
+from onptq.quantizer.integer import fake_quantize_activations
+from onptq.quantizer.theta import Theta
+from onptq.quantizer.weights import fake_quantize_weight
+from onptq.schemes import Scheme
+
+
+def dense_weight(block: Block, name: str) -> Tensor:
+    weight: Tensor = block.child(name).weight  # type: ignore[assignment]
+    return weight
+
+
+def rounded_weight(policy: Policy, theta: Theta, block: Block, name: str, weight: Tensor) -> Tensor:
+    """A smoothed weight [O, I] on the grid of the linear's step ratios."""
+    ratio = theta.ratio[block.path(name)]
+    return fake_quantize_weight(weight, ratio, None, policy.scheme, policy.storage, policy.dtype)
+
+
+def entering(scheme: Scheme, log_in: Tensor, x: Tensor) -> Tensor:
+    """What the smoothed and quantized consumers of D's input x [..., I] multiply with."""
+    x = (x.float() / log_in.exp()).to(x.dtype)
+    return fake_quantize_activations(x, scheme.activation_bits) if scheme.quantizes_activations else x
+
+
+def by_query_head(values: Tensor, block: Block, pair: str) -> Tensor:
+    """Statistics of a pair's input channels as [query heads that share a scale, scales]: more than one only for v -> o."""
+    if pair != "v_o":
+        return values[None]
+    return values.view(block.kv_heads, -1, block.head_dim).transpose(0, 1).flatten(1)

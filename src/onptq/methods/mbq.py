@@ -1,0 +1,199 @@
+"""MBQ: smoothing found by grid search, with an error that weighs each modality by how sensitive the loss is to it.
+
+Sensitivity is the mean absolute gradient of the response's cross-entropy at the output of o_proj (for the attention's pairs) and
+down_proj (for the MLP's). A layer's ratio of a modality to the response is floored at its median over the layers. The error of a
+candidate is (sum over response |d| + sum_m rho_m sum over m |d|) / tokens; the prompt's own text counts nothing. The original
+knows vision and captions; here sound has a ratio of its own, computed the same way. Candidates are AWQ's: mean|x|^r for
+r = 0, 1/20, ..., 19/20. Rows keep their full range.
+
+Responses are the dense model's own greedy ones unless they are given. Positions are the model's own (the original feeds plain
+ones), and v -> o is searched under GQA too, with one scale per KV channel (the original leaves it out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from onptq.bank import Trajectory
+from onptq.cycle.prefixes import causal_mask
+from onptq.errors import OnPTQError
+from onptq.methods.layerwise import (
+    IN_ORDER,
+    INSTRUCTION,
+    Answered,
+    Stream,
+    answer_prompts,
+    open_streams,
+    quantized_linears,
+    replaced,
+)
+from onptq.models.decoder import Tokens
+from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.family import AUDIO, IMAGE, TEXT
+from onptq.models.structure import Block
+from onptq.policy import Policy
+from onptq.quantizer.theta import Theta, pair_key
+
+GRID = tuple(step / 20 for step in range(20))
+FLOOR = 1e-4
+KINDS = (TEXT, IMAGE, AUDIO)
+SPEAKS_FOR = {"norm_qkv": "o_proj", "v_o": "o_proj", "norm_gate_up": "down_proj", "up_down": "down_proj"}
+
+
+def mbq(
+    policy: Policy,
+    prompts: Sequence[EncodedPrompt],
+    advance: Callable[[int], None] = lambda blocks: None,
+    *,
+    responses: Sequence[Trajectory] | None = None,
+    distort: bool = False,
+) -> Theta:
+    """With `distort` a candidate is given what the quantized prefix makes of the sequence, and still compared with the dense
+    model's own output."""
+    answered = answer_prompts(policy, prompts, responses)
+    ratios = modality_ratios(policy, answered)
+    return balanced_search(policy, answered, ratios, advance, distort=distort)
+
+
+def modality_ratios(policy: Policy, answered: Sequence[Answered]) -> dict[str, Tensor]:
+    """rho of TEXT (1), IMAGE and AUDIO in every layer, floored at its median: "o_proj" and "down_proj" -> [L, 3]."""
+    total = {name: torch.zeros(policy.blocks, len(KINDS), device=policy.device) for name in ("o_proj", "down_proj")}
+    samples = torch.zeros(len(KINDS), device=policy.device)
+    for one in answered:
+        gradients = output_gradients(policy, one)
+        for kind in KINDS:
+            here = one.kinds == kind
+            if not bool(here.any()):
+                continue
+            samples[kind] += 1
+            for name, layers in gradients.items():
+                total[name][:, kind] += torch.stack([layer[here].abs().mean() for layer in layers])
+    ratios = {}
+    for name, sums in total.items():
+        mean = sums / samples.clamp(min=1)
+        if not bool((mean[:, TEXT] > 0).all()):
+            raise OnPTQError("no gradient reaches the responses; expected responses of two or more tokens")
+        ratio = mean / mean[:, TEXT : TEXT + 1]
+        ratios[name] = torch.maximum(ratio, ratio.quantile(0.5, dim=0))
+        ratios[name][:, TEXT] = 1
+    return ratios
+
+
+def output_gradients(policy: Policy, one: Answered) -> dict[str, list[Tensor]]:
+    """d(cross-entropy of the response) / d(output of the linear), one [S, d] per layer."""
+    batch = PromptBatch.of([one.sequence])
+    outputs: dict[str, list[Tensor]] = {"o_proj": [], "down_proj": []}
+
+    def listener(into: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        return lambda module, args, out: into.append(out)
+
+    hooks = [
+        block.child(name).register_forward_hook(listener(into))
+        for block in policy.structure.blocks
+        for name, into in outputs.items()
+    ]
+    embeds = batch.embeds.detach().clone().requires_grad_()  # the weights are frozen, so the graph begins here
+    try:
+        with torch.enable_grad(), policy.speaking("D"):
+            hidden = policy.run(Tokens(embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack))
+            logits = policy.logits(hidden[0, -one.response - 1 : -1])
+            loss = cross_entropy(logits, one.sequence.ids[-one.response :])
+            found = torch.autograd.grad(loss, [*outputs["o_proj"], *outputs["down_proj"]])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    wide = [gradient[0].float() for gradient in found]
+    return {"o_proj": wide[: policy.blocks], "down_proj": wide[policy.blocks :]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a candidate is judged on: inputs of a pair in one stream, the outputs wanted, and the weight of every token."""
+
+    stream: Stream
+    x: Tensor  # [B, S, I]
+    target: Tensor  # [B, S, O]
+    weight: Tensor  # [B, S]
+
+
+@torch.no_grad()
+def balanced_search(
+    policy: Policy,
+    answered: Sequence[Answered],
+    ratios: dict[str, Tensor],
+    advance: Callable[[int], None] = lambda blocks: None,
+    *,
+    distort: bool = False,
+) -> Theta:
+    """The grid search under given ratios, block by block."""
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
+    sequences = [one.sequence for one in answered]
+    dense = open_streams(policy, sequences)
+    quantized = open_streams(policy, sequences) if distort else dense
+    kinds = {one.sequence.ordinal: one.kinds for one in answered}
+    counted = sum(int((kind != INSTRUCTION).sum()) for kind in kinds.values())
+    with policy.speaking("D"):
+        for block in policy.structure.blocks:
+            wanted = [stream.entering(block) for stream in dense]
+            for place, pair in enumerate(IN_ORDER):
+                given = wanted
+                if distort:
+                    with replaced(block, quantized_linears(policy, theta, block, IN_ORDER[:place])):
+                        given = [stream.entering(block) for stream in quantized]
+                rho = ratios[SPEAKS_FOR[pair]][block.index]
+                cases = [
+                    Case(
+                        stream,
+                        x[pair],
+                        stream.unit(block, pair, own[pair]),
+                        _token_weights(stream.pad(kinds, INSTRUCTION), rho) / counted,
+                    )
+                    for stream, x, own in zip(dense, given, wanted, strict=True)
+                ]
+                theta.smoothing[pair_key(block, pair)] = best_smoothing(policy, theta, block, pair, cases)
+            for stream in dense:
+                stream.advance(block)
+            if distort:
+                with replaced(block, quantized_linears(policy, theta, block, IN_ORDER)):
+                    for stream in quantized:
+                        stream.advance(block)
+            advance(1)
+    return theta
+
+
+def _token_weights(kinds: Tensor, rho: Tensor) -> Tensor:
+    return torch.where(kinds == INSTRUCTION, 0.0, rho[kinds.clamp(min=0)])
+
+
+def best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, cases: Sequence[Case]) -> Tensor:
+    """The candidate of least weighted absolute error; the first of equals, so plain rounding where nothing helps."""
+    key = pair_key(block, pair)
+    before, best, least = theta.smoothing[key], theta.smoothing[key], torch.inf
+    magnitude = torch.cat([case.x[case.stream.real].abs().float() for case in cases]).mean(0)
+    for u in smoothing_grid(magnitude, block, pair):
+        theta.smoothing[key] = u
+        error = 0.0
+        with replaced(block, quantized_linears(policy, theta, block, [pair])):
+            for case in cases:
+                found = case.stream.unit(block, pair, case.x)
+                error += float((case.weight * (found - case.target).float().abs().mean(-1)).sum())
+        if error < least:
+            best, least = u, error
+    theta.smoothing[key] = before
+    return best
+
+
+def smoothing_grid(magnitude: Tensor, block: Block, pair: str) -> list[Tensor]:
+    """AWQ's candidates from mean|x| [I]: log of max(mean|x|^r, 1e-4), in the gauge of mean 0.
+
+    Under GQA the query heads of a group share a KV channel's scale, so the mean is taken over them too.
+    """
+    if pair == "v_o":
+        magnitude = magnitude.view(block.kv_heads, -1, block.head_dim).mean(1).flatten()
+    candidates = [magnitude.pow(ratio).clamp(min=FLOOR).log() for ratio in GRID]
+    return [u - u.mean() for u in candidates]
