@@ -7,8 +7,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onptq.cli import quantize, recipe, zoo
+from onptq.cli import compare, quantize, recipe, zoo
 from onptq.errors import OnPTQError
+
+RESUMED = ("quantize", "compare")  # the same command goes on where a killed one was
 
 
 class Commands(TyperGroup):
@@ -22,7 +24,7 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             kept = ": finished steps are kept, the same command continues the run"
-            typer.echo(f"interrupted{kept if ctx.invoked_subcommand == 'quantize' else ''}", err=True)
+            typer.echo(f"interrupted{kept if ctx.invoked_subcommand in RESUMED else ''}", err=True)
             raise typer.Exit(130) from None
 
 
@@ -53,6 +55,7 @@ def _options(
 
 
 app.command("quantize")(quantize.quantize)
+app.command("compare")(compare.compare)
 app.command("recipe")(recipe.recipe)
 app.add_typer(zoo.app, name="zoo")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ from onptq.errors import OnPTQError
 if TYPE_CHECKING:
     from onptq.data.prompts import Prompt
     from onptq.zoo.catalog import Status
+    from onptq.zoo.exam import Report
     from onptq.zoo.outliers import Strengths
 
 app = typer.Typer(help="Small models to try everything on.", no_args_is_help=True)
@@ -49,6 +50,44 @@ def export(
 
     catalog.export(name, folder)
     typer.echo(f"wrote {name} to {folder}")
+
+
+@app.command("evaluate")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A name that `onptq zoo list` shows, or the folder of such a model.")],
+    tasks: Annotated[list[str] | None, typer.Option("--task", help="Only this task; repeatable.")] = None,
+    items: Annotated[int | None, typer.Option(min=1, help="Items per task; the whole split unless given.")] = None,
+    split: Annotated[str, typer.Option(help="calibration, held-out or test.")] = "test",
+    real: Annotated[
+        bool, typer.Option("--real", help="Recorded speech and described pictures instead, where they are installed.")
+    ] = False,
+    card: Annotated[
+        bool, typer.Option("--card", help="Write the scores into the model card of the folder MODEL.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
+) -> None:
+    """Score the dense MODEL on the embedded tasks."""
+    if card and not Path(model).is_dir():
+        raise OnPTQError(
+            f"--card writes into a folder, and {model!r} is none here; expected the folder of a trained model"
+        )
+    from onptq.progress import QuietReporter, RichReporter
+    from onptq.zoo.exam import examine
+
+    reporter = QuietReporter() if as_json else RichReporter()
+    report = examine(model, tasks=tasks, count=items, split=split, real=real, reporter=reporter)
+    for note in report.notes:
+        typer.echo(note, err=True)
+    if card:
+        from onptq.zoo.train.card import add_scores
+
+        add_scores(Path(model), report.tasks)
+    if as_json:
+        typer.echo(
+            json.dumps({task: {"percent": found.percent} | asdict(found) for task, found in report.tasks.items()})
+        )
+    else:
+        _print_report(report)
 
 
 @app.command("random")
@@ -93,6 +132,20 @@ def outliers(
     chosen = write_outliers(folder, _prompts(folder, prompts, count), _strengths(strengths or []))
     channels = sum(len(places) for block in chosen.blocks for places in block.values())
     typer.echo(f"wrote {channels} channels in {len(chosen.blocks)} blocks to {folder / 'outliers.json'}")
+
+
+def _print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "measure", box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("items", "%"):
+        table.add_column(column, justify="right")
+    for task, found in report.tasks.items():
+        table.add_row(task, found.measure, str(found.items), f"{found.percent:.1f}")
+        for kind, part in report.kinds[task].items():
+            table.add_row(f"  {kind}", "", str(part.items), f"{part.percent:.1f}", style="dim")
+    Console(highlight=False).print(table)
 
 
 def _prompts(folder: Path, manifest: Path | None, count: int) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,17 +47,26 @@ class Questions:
         advance: Advance = lambda items: None,
     ) -> None:
         check_items(items)
-        self.items, self.tokenizer = items, processor.tokenizer
-        encoded: dict[int, list[EncodedPrompt]] = {}
+        self.items, self.tokenizer, self.batch_tokens = items, processor.tokenizer, batch_tokens
+        self.encoded: dict[int, list[EncodedPrompt]] = {}
         for number, item in enumerate(items):
             inputs = processor(item.prompt)
             processor.check_length(item.prompt, inputs.length, item.max_tokens)
             prompt = policy.encode(inputs.tensors, inputs.modality, number)
-            encoded.setdefault(item.max_tokens, []).append(prompt)
+            self.encoded.setdefault(item.max_tokens, []).append(prompt)
             advance(1)
-        self.groups = [
-            Prefixes(policy, prompts, max_tokens=most, batch_tokens=batch_tokens, budget=0)
-            for most, prompts in encoded.items()
+        self.groups = self._groups(policy)
+
+    def put_to(self, policy: Policy) -> Questions:
+        """The same questions for another policy over the same embeddings and towers, which do not run again."""
+        other = copy.copy(self)
+        other.groups = self._groups(policy)
+        return other
+
+    def _groups(self, policy: Policy) -> list[Prefixes]:
+        return [
+            Prefixes(policy, prompts, max_tokens=most, batch_tokens=self.batch_tokens, budget=0)
+            for most, prompts in self.encoded.items()
         ]
 
 

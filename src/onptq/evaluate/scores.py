@@ -90,7 +90,7 @@ class Change:
 
 def score(items: Sequence[Item], answers: Sequence[Answer]) -> Scores:
     tasks: dict[str, TaskScore] = {}
-    for item, given in _paired(items, answers):
+    for item, given in paired(items, answers):
         so_far = tasks.get(item.task, TaskScore(item.measure, 0, 0.0, 0.0))
         tasks[item.task] = TaskScore(
             item.measure, so_far.items + 1, so_far.points + given.points, so_far.total + given.total
@@ -102,7 +102,7 @@ def compare_answers(items: Sequence[Item], dense: Sequence[Answer], quantized: S
     """Every answer paired by the item's identity with the dense model's."""
     flips: dict[str, Flips] = {}
     moved: dict[str, list[bool]] = {}
-    pairs = zip(_paired(items, dense), _paired(items, quantized), strict=True)
+    pairs = zip(paired(items, dense), paired(items, quantized), strict=True)
     for (item, before), (_, after) in pairs:
         moved.setdefault(item.task, []).append(before.text != after.text)
         if item.measure == "accuracy":
@@ -122,7 +122,7 @@ def _flips(flips: Flips) -> dict[str, Any]:
     return {"percent": flips.percent} | asdict(flips)
 
 
-def _paired(items: Sequence[Item], answers: Sequence[Answer]) -> list[tuple[Item, Answer]]:
+def paired(items: Sequence[Item], answers: Sequence[Answer]) -> list[tuple[Item, Answer]]:
     by_id = {given.item: given for given in answers}
     missing = [item.id for item in items if item.id not in by_id]
     if missing or len(by_id) != len(items):

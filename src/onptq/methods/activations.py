@@ -1,15 +1,14 @@
-"""What a method looks at while prompts pass through the decoder: the inputs of linears, and the residual stream block by block."""
+"""Listening to what enters the linears while prompts pass through the decoder, and lending the policy to a method."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from onptq.models.decoder import Tokens, run_blocks
+from onptq.models.decoder import Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import LINEARS, NORMS, Block
 from onptq.policy import Policy
@@ -38,28 +37,10 @@ def listening(
             hook.remove()
 
 
-def prompt_tokens(prompt: PromptBatch, hidden: Tensor | None = None) -> Tokens:
-    """One prompt for the decoder, or for a later block of it, which `hidden` [1, P, d] enters."""
-    causal = torch.ones(prompt.width, prompt.width, dtype=torch.bool, device=prompt.embeds.device).tril()
-    return Tokens(prompt.embeds if hidden is None else hidden, prompt.positions, causal[None, None], prompt.deepstack)
-
-
-class Stream:
-    """The residual stream of every prompt at the door of one block: memory holds one block's input, not every block's."""
-
-    def __init__(self, policy: Policy, prompts: Sequence[EncodedPrompt]) -> None:
-        self.structure = policy.structure
-        self.prompts = [PromptBatch.of([prompt]) for prompt in prompts]
-        self.hidden = [prompt.embeds for prompt in self.prompts]  # each [1, P, d]
-
-    def run(self, block: Block, index: int) -> Tensor:
-        """What the block, under whoever speaks, hands to the next one; DeepStack's features are in it."""
-        tokens = prompt_tokens(self.prompts[index], self.hidden[index])
-        return run_blocks(replace(self.structure, blocks=(block,)), tokens)
-
-    def advance(self, block: Block) -> None:
-        for index in range(len(self.hidden)):
-            self.hidden[index] = self.run(block, index)
+def prompt_tokens(prompt: EncodedPrompt) -> Tokens:
+    batch = PromptBatch.of([prompt])
+    causal = torch.ones(prompt.length, prompt.length, dtype=torch.bool, device=prompt.embeds.device).tril()
+    return Tokens(batch.embeds, batch.positions, causal[None, None], batch.deepstack)
 
 
 @contextmanager

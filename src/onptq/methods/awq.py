@@ -2,22 +2,20 @@
 
 As its authors' code: 20 exponents per pair, judged by the output of the attention, the MLP or the linear itself with everything
 else dense, on the dense model's inputs; 10 clips per row and group, judged by partial products, for all linears but q and k,
-whose product clipping disturbs. Beyond it: v -> o is scaled under GQA too, with one scale per KV channel, and in schemes that
+whose product is hard to clip for. Beyond it: v -> o is scaled under GQA too, with one scale per KV channel, and in schemes that
 quantize activations a candidate is judged with its activations quantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
-from onptq.methods.activations import Stream
-from onptq.methods.linears import by_query_head, dense_weight, entering, rounded_weight
+from onptq.bank import Trajectory
+from onptq.methods.layerwise import Stream, answer_prompts, open_streams, quantized_linears, replaced
+from onptq.methods.linears import by_query_head, dense_weight, entering
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.policy import Policy
@@ -34,23 +32,78 @@ ROWS = 256  # rows clipped at a time: their partial products are [rows, groups, 
 
 @torch.no_grad()
 def awq(
-    policy: Policy, prompts: Sequence[EncodedPrompt], advance: Callable[[int], None] = lambda blocks: None
+    policy: Policy,
+    prompts: Sequence[EncodedPrompt],
+    advance: Callable[[int], None] = lambda blocks: None,
+    *,
+    responses: Sequence[Trajectory] | None = None,
 ) -> Theta:
+    """Responses are the dense model's own greedy ones unless they are given."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
-    stream = Stream(policy, prompts)
+    streams = open_streams(policy, [one.sequence for one in answer_prompts(policy, prompts, responses)])
     with policy.speaking("D"):
         for block in policy.structure.blocks:
-            judges = _judges(block)
-            for judge in judges.values():
-                judge.listen()
-            try:
+            inputs = [stream.entering(block) for stream in streams]
+            for pair in PAIRS:
+                seen = [x[pair] for x in inputs]
+                theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, streams, seen)
+            for name in CLIPPED if policy.scheme.quantizes_weights else ():
+                seen = [x[PAIR_INTO[name]][stream.real] for x, stream in zip(inputs, streams, strict=True)]
+                theta.ratio[block.path(name)] = _best_clips(policy, theta, block, name, torch.cat(seen))
+            for stream in streams:
                 stream.advance(block)
-            finally:
-                for judge in judges.values():
-                    judge.stop()
-            for pair, judge in judges.items():
-                theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, judge)
-            for name in CLIPPED:
-                theta.ratio[block.path(name)] = _best_clips(policy, theta, block, name, judges[PAIR_INTO[name]])
             advance(1)
     return theta
+
+
+def scale_grid(magnitude: Tensor) -> Iterator[Tensor]:
+    """log s for every exponent, from mean |x| per scale; the gauge is the authors': sqrt(max s * min s) = 1."""
+    for exponent in EXPONENTS:
+        u = magnitude.pow(exponent).clamp(min=FLOOR).log()
+        yield u - (u.max() + u.min()) / 2
+
+
+def _best_scales(
+    policy: Policy, theta: Theta, block: Block, pair: str, streams: Sequence[Stream], inputs: Sequence[Tensor]
+) -> Tensor:
+    """log s with the least squared error of the attention's, the MLP's or the linear's own output."""
+    key = pair_key(block, pair)
+    cases = [(stream, x, stream.unit(block, pair, x)) for stream, x in zip(streams, inputs, strict=True)]
+    magnitude = torch.cat([x[stream.real].abs().float() for stream, x, _ in cases]).mean(0)
+    best, least = theta.smoothing[key], torch.inf
+    for u in scale_grid(by_query_head(magnitude, block, pair).mean(0)):
+        theta.smoothing[key] = u
+        with replaced(block, quantized_linears(policy, theta, block, [pair])):
+            errors = [(stream.unit(block, pair, x) - dense)[stream.real] for stream, x, dense in cases]
+        error = sum(float(each.float().square().sum()) for each in errors)
+        if error < least:
+            best, least = u, error
+    return best
+
+
+def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor) -> Tensor:
+    """Log of the share of its range that every row and group keeps, by the squared error of their partial products."""
+    x = x[:: max(1, len(x) // CLIP_TOKENS)]  # [tokens, I]
+    log_in = log_scales_in(theta, block, name)
+    weight = smoothed(dense_weight(block, name), log_in, log_scales_out(theta, block, name))
+    multiplied, dense = entering(policy.scheme, log_in, x), x.float() / log_in.exp()
+    rows = zip(weight.split(ROWS), theta.ratio[block.path(name)].split(ROWS), strict=True)
+    return torch.cat([_clip_rows(policy, part, full, multiplied, dense) for part, full in rows])
+
+
+def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, multiplied: Tensor, dense: Tensor) -> Tensor:
+    def partial(x: Tensor, weight: Tensor) -> Tensor:  # [O, G, tokens]
+        groups = full.shape[1]
+        return torch.einsum(
+            "tgi,ogi->ogt", x.float().view(len(x), groups, -1), weight.float().view(len(weight), groups, -1)
+        )
+
+    target = partial(dense, weight)
+    best, least = full, torch.full_like(full, torch.inf)
+    for clip in CLIPS:
+        ratio = torch.full_like(full, clip).log()
+        rounded = fake_quantize_weight(weight, ratio, None, policy.scheme, policy.storage, policy.dtype)
+        error = (partial(multiplied, rounded) - target).square().sum(-1)
+        better = error < least
+        best, least = torch.where(better, ratio, best), torch.where(better, error, least)
+    return best

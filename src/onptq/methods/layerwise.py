@@ -18,13 +18,15 @@ from onptq.bank import Trajectory
 from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes, causal_mask
 from onptq.errors import OnPTQError
+from onptq.methods.activations import listening
+from onptq.methods.linears import dense_weight, rounded_weight
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import TEXT
 from onptq.models.structure import Block
 from onptq.policy import Policy
 from onptq.quantizer.integer import fake_quantize_activations
 from onptq.quantizer.theta import PAIRS, Theta, log_scales_in
-from onptq.quantizer.weights import fake_quantize_weight, smoothed
+from onptq.quantizer.weights import smoothed
 
 RESPONSE_TOKENS = 64
 BATCH_TOKENS = 8192
@@ -45,7 +47,9 @@ class Answered:
     def kinds(self) -> Tensor:
         """[S] TEXT for tokens of the response, IMAGE, AUDIO, and INSTRUCTION for the prompt's text."""
         kinds = self.sequence.modality.long().clone()
-        kinds[: self.sequence.length - self.response][kinds[: self.sequence.length - self.response] == TEXT] = INSTRUCTION
+        kinds[: self.sequence.length - self.response][kinds[: self.sequence.length - self.response] == TEXT] = (
+            INSTRUCTION
+        )
         return kinds
 
 
@@ -78,34 +82,21 @@ class Stream:
         self.hidden = batch.embeds
 
     def run(self, block: Block) -> Tensor:
-        """What leaves the block, [B, S, d]; the stream stays where it is."""
+        """What enters the next block, [B, S, d], DeepStack's features included; the stream stays where it is."""
         out: Tensor = block.module(
             self.hidden, attention_mask=self.mask, position_embeddings=self.rotary, past_key_values=None
         )
-        return out
+        return out + self.deepstack[block.index] if block.index < len(self.deepstack) else out
 
     def entering(self, block: Block) -> dict[str, Tensor]:
         """What enters each pair's consumers, [B, S, I], in one run of the block."""
         seen: dict[str, Tensor] = {}
-
-        def listener(pair: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            return lambda module, args: seen.update({pair: args[0]})
-
-        hooks = [
-            block.child(consumers[0]).register_forward_pre_hook(listener(pair))
-            for pair, (_, consumers) in PAIRS.items()
-        ]
-        try:
+        with listening([block], lambda block, pair, x: seen.update({pair: x})):
             self.run(block)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return seen
 
     def advance(self, block: Block) -> None:
         self.hidden = self.run(block)
-        if block.index < len(self.deepstack):
-            self.hidden = self.hidden + self.deepstack[block.index]
 
     def unit(self, block: Block, pair: str, x: Tensor) -> Tensor:
         """What a pair's error is measured on: the attention for q/k/v, the MLP for gate/up, the linear itself for o and down."""
@@ -151,19 +142,18 @@ def replaced(block: Block, answers: Mapping[str, Answer]) -> Iterator[None]:
             block.replace(name, module)
 
 
-def quantized_linear(policy: Policy, theta: Theta, block: Block, name: str, *, activations: bool = True) -> Answer:
-    """The linear as theta deploys it; without `activations` only its weight is quantized."""
-    log_in = log_scales_in(theta, block, name)
-    linear = block.child(name)
-    weight = smoothed(linear.weight, log_in, None)  # type: ignore[arg-type]
-    weight = fake_quantize_weight(
-        weight, theta.ratio[block.path(name)], None, policy.scheme, policy.storage, policy.dtype
-    )
-    bits = policy.scheme.activation_bits if activations and policy.scheme.quantizes_activations else None
+def quantized_linear(
+    policy: Policy, theta: Theta, block: Block, name: str, log_in: Tensor | None = None, *, activations: bool = True
+) -> Answer:
+    """The linear as theta deploys it, or with other scales [I]; without `activations` only its weight is quantized."""
+    log_in = log_scales_in(theta, block, name) if log_in is None else log_in
+    weight = rounded_weight(policy, theta, block, name, smoothed(dense_weight(block, name), log_in, None))
+    bias: Tensor | None = block.child(name).bias  # type: ignore[assignment]
+    quantizes = activations and policy.scheme.quantizes_activations
 
     def answer(x: Tensor) -> Tensor:
         x = (x / log_in.exp()).to(x.dtype)
-        return F.linear(x if bits is None else fake_quantize_activations(x, bits), weight, linear.bias)  # type: ignore[arg-type]
+        return F.linear(fake_quantize_activations(x, policy.scheme.activation_bits) if quantizes else x, weight, bias)
 
     return answer
 

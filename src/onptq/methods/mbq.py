@@ -32,6 +32,7 @@ from onptq.methods.layerwise import (
     quantized_linears,
     replaced,
 )
+from onptq.methods.linears import by_query_head
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import AUDIO, IMAGE, TEXT
@@ -182,7 +183,7 @@ def best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, cases:
             for case in cases:
                 found = case.stream.unit(block, pair, case.x)
                 error += float((case.weight * (found - case.target).float().abs().mean(-1)).sum())
-        if error < least:
+        if error > least or least == torch.inf:
             best, least = u, error
     theta.smoothing[key] = before
     return best
@@ -193,7 +194,6 @@ def smoothing_grid(magnitude: Tensor, block: Block, pair: str) -> list[Tensor]:
 
     Under GQA the query heads of a group share a KV channel's scale, so the mean is taken over them too.
     """
-    if pair == "v_o":
-        magnitude = magnitude.view(block.kv_heads, -1, block.head_dim).mean(1).flatten()
+    magnitude = by_query_head(magnitude, block, pair).mean(0)
     candidates = [magnitude.pow(ratio).clamp(min=FLOOR).log() for ratio in GRID]
     return [u - u.mean() for u in candidates]

@@ -7,17 +7,17 @@ of their absolute value, clipped to [Q1 - 1.5 IQR, Q3 + 1.5 IQR] within its sequ
 leaves open what x^q is: here what the quantized linears multiply with, that is the input after the quantized prefix, rounded per
 token where the scheme rounds activations. Candidates are judged as MBQ judges them: dense input, dense target.
 
-Released form. What the authors' code does instead: gradients through the dense unit alone; 32 points from end to end. Where
-activations are quantized: candidates are given the quantized prefix's input, which is also where the path begins, the target is
-the dense unit on that input, and nothing is clipped. Weight-only: the path begins at zero, importances are clipped, and the
-first five searches weigh response, picture and sound alike.
+Released form. What the authors' code does instead, with points from end to end. Where activations are quantized: F's other unit
+is quantized like a candidate and has no gradient, candidates are given the quantized prefix's input, which is also where the path
+begins, the target is the dense unit on that input, and nothing is clipped. Weight-only: the path begins at zero, importances are
+clipped, and the first five searches weigh response, picture and sound alike.
 
 Every token of the sequence counts, the prompt's text too. Responses, grid, pairs and fold are MBQ's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from onptq.bank import Trajectory
 from onptq.methods.layerwise import (
     IN_ORDER,
     INSTRUCTION,
-    Answered,
     Stream,
     answer_prompts,
     open_streams,
@@ -52,6 +51,7 @@ def qig(
     *,
     responses: Sequence[Trajectory] | None = None,
     released: bool = False,
+    points: int = POINTS,
 ) -> Theta:
     answered = answer_prompts(policy, prompts, responses)
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
@@ -65,15 +65,12 @@ def qig(
             for place, pair in enumerate(IN_ORDER):
                 with replaced(block, quantized_linears(policy, theta, block, IN_ORDER[:place])):
                     met = [stream.entering(block) for stream in quantized]
-                uniform = released and not policy.scheme.quantizes_activations and searches < UNIFORM_SEARCHES
-                cases = []
-                for stream, x, x_met in zip(dense, own, met, strict=True):
+                met_here = [(stream, x[pair], y[pair]) for stream, x, y in zip(dense, own, met, strict=True)]
+                if released and not policy.scheme.quantizes_activations and searches < UNIFORM_SEARCHES:
+                    cases = [_uniform_case(block, pair, stream, x, kinds) for stream, x, _ in met_here]
+                else:
                     make = _released_case if released else _paper_case
-                    case = make(policy, theta, block, pair, stream, x[pair], x_met[pair])
-                    if uniform:
-                        counts = stream.pad(kinds, INSTRUCTION) != INSTRUCTION
-                        case = Case(stream, case.x, case.target, counts.float())
-                    cases.append(case)
+                    cases = [make(policy, theta, block, pair, *each, points) for each in met_here]
                 theta.smoothing[pair_key(block, pair)] = best_smoothing(policy, theta, block, pair, cases)
                 searches += 1
             for stream in dense:
@@ -86,24 +83,29 @@ def qig(
 
 
 def _paper_case(
-    policy: Policy, theta: Theta, block: Block, pair: str, stream: Stream, x: Tensor, x_met: Tensor
+    policy: Policy, theta: Theta, block: Block, pair: str, stream: Stream, x: Tensor, x_met: Tensor, points: int
 ) -> Case:
     scheme = policy.scheme
     start = fake_quantize_activations(x_met, scheme.activation_bits) if scheme.quantizes_activations else x_met
-    attributed = integrated_gradients(policy, theta, block, pair, stream, start, x)
+    attributed = integrated_gradients(policy, theta, block, pair, stream, start, x, points=points)
     weight = token_importance(attributed, stream.real, clipped=True)
     return Case(stream, x, stream.unit(block, pair, x), weight)
 
 
 def _released_case(
-    policy: Policy, theta: Theta, block: Block, pair: str, stream: Stream, x: Tensor, x_met: Tensor
+    policy: Policy, theta: Theta, block: Block, pair: str, stream: Stream, x: Tensor, x_met: Tensor, points: int
 ) -> Case:
     activations = policy.scheme.quantizes_activations
     start = x_met if activations else torch.zeros_like(x)
     given = x_met if activations else x
-    attributed = integrated_gradients(policy, theta, block, pair, stream, start, x, released=True)
+    attributed = integrated_gradients(policy, theta, block, pair, stream, start, x, points=points, released=True)
     weight = token_importance(attributed, stream.real, clipped=not activations)
     return Case(stream, given, stream.unit(block, pair, given), weight)
+
+
+def _uniform_case(block: Block, pair: str, stream: Stream, x: Tensor, kinds: Mapping[int, Tensor]) -> Case:
+    counts = stream.pad(kinds, INSTRUCTION) != INSTRUCTION
+    return Case(stream, x, stream.unit(block, pair, x), counts.float())
 
 
 def integrated_gradients(
@@ -124,14 +126,14 @@ def integrated_gradients(
     F(x) - F(x^q) as closely as the points allow.
     """
     rounded = quantized_linears(policy, theta, block, [pair], activations=released)
-    middles = (torch.arange(points) + 0.5) / points
-    path = torch.linspace(0, 1, points) if released else middles
+    followed = not (released and policy.scheme.quantizes_activations)
+    path = torch.linspace(0, 1, points) if released else (torch.arange(points) + 0.5) / points
     total = torch.zeros_like(end)
     for a in path.tolist():
         x = (start + a * (end - start)).detach().requires_grad_()
         with torch.enable_grad():
             plain = stream.unit(block, pair, x)
-            with replaced(block, rounded), torch.set_grad_enabled(not released):
+            with replaced(block, rounded), torch.set_grad_enabled(followed):
                 other = stream.unit(block, pair, x)
             total += torch.autograd.grad(difference(plain, other, stream.real).sum(), x)[0]
     return (end - start) * total / points

@@ -14,7 +14,7 @@ from torch import Tensor
 from onptq.methods.activations import listening, prompt_tokens
 from onptq.methods.linears import by_query_head, dense_weight, entering, rounded_weight
 from onptq.methods.smoothquant import FLOOR, migrated, weight_maxima
-from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.policy import Policy
 from onptq.quantizer.theta import PAIR_INTO, PAIRS, Theta, log_scales_in, log_scales_out, pair_key
@@ -57,7 +57,7 @@ def sample_inputs(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[int,
     with listening(policy.structure.blocks, hear), policy.speaking("D"):
         for prompt in prompts:
             chosen = torch.linspace(0, prompt.length - 1, min(share, prompt.length), device=policy.device).long()
-            policy.run(prompt_tokens(PromptBatch.of([prompt])))
+            policy.run(prompt_tokens(prompt))
     return {block: {pair: torch.cat(parts) for pair, parts in pairs.items()} for block, pairs in seen.items()}
 
 

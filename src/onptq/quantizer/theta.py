@@ -16,7 +16,7 @@ from onptq.schemes import Scheme
 
 SMOOTHING_REACH = 1.5  # largest travel of a log-smoothing entry from where the calibration started
 RATIO_RANGE = (math.log(0.4), 0.0)  # log of the step ratio
-OFFSET_RANGE = (-0.5, 0.5)
+OFFSET_RANGE = (-0.5, 0.5)  # of what is learned; a start may lie beyond it, as GPTQ's codes do
 
 # (producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
 PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -70,7 +70,8 @@ class Theta:
 
     @torch.no_grad()
     def project_(self, origin: Theta) -> None:
-        """Back into the trust region: zero-mean gauge and bounded travel of u, ratios and offsets inside their ranges.
+        """Back into the trust region: zero-mean gauge and bounded travel of u, ratios and offsets inside their ranges,
+        which an offset that began outside may use up to where it began.
 
         A constant added to a pair's u changes nothing (row and token steps absorb it), so its mean is pinned.
         """
@@ -79,8 +80,9 @@ class Theta:
             u.sub_(u.mean()).clamp_(start - SMOOTHING_REACH, start + SMOOTHING_REACH)
         for ratio in self.ratio.values():
             ratio.clamp_(*RATIO_RANGE)
-        for offset in self.offset.values():
-            offset.clamp_(*OFFSET_RANGE)
+        for key, offset in self.offset.items():
+            begin = origin.offset[key] if key in origin.offset else torch.zeros_like(offset)
+            offset.clamp_(begin.clamp(max=OFFSET_RANGE[0]), begin.clamp(min=OFFSET_RANGE[1]))
 
     def tensors(self) -> dict[str, Tensor]:
         names = ("smoothing", "ratio", "offset")

@@ -55,17 +55,16 @@ class Strengths:
     text: tuple[int, ...] = ()
     # Quiet channels can be made large without 8 bits losing them or their neighbours: only those whose peak lies within
     # this quantile of all peaks are taken, and factors are halved until the new peak is at most `reach` median peaks.
-    loudest: float = 0.25
-    reach: float = 64.0
+    loudest: float = 0.15
+    reach: float = 32.0
 
 
-_TEXT = (32,) * 12
-_NORM = Strengths(vision=(64, 64, 32, 32), audio=(32,), text=_TEXT)
+_NORM = Strengths(vision=(64, 32), audio=(32,), text=(32,) * 12)
 STRENGTHS: Mapping[str, Strengths] = {
     "input_layernorm": _NORM,
     "post_attention_layernorm": _NORM,
-    "v_proj": Strengths(vision=(32,), text=_TEXT),
-    "up_proj": Strengths(vision=(64, 64, 32), audio=(32,), text=_TEXT),
+    "v_proj": Strengths(vision=(32,), text=(32,) * 12),
+    "up_proj": Strengths(vision=(64, 32), audio=(32,), text=(32,) * 12),
 }
 
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onptq.evaluate.scores import TaskScore
 
 SCORES = "## Test split"
 TITLES = {"qwen2.5-vl": "Qwen2.5-VL", "qwen3-vl": "Qwen3-VL", "qwen2.5-omni": "Qwen2.5-Omni"}
+MEASURES = {
+    "accuracy": "right answers",
+    "facts": "right facts",
+    "word errors": "word error rate, less is better",
+}
 
 
 def write_card(
@@ -46,7 +54,7 @@ def write_card(
         f"- {steps:,} steps of {settings['batch']} lessons, {seconds / 60:.1f} minutes on one {device}.",
         f"- AdamW, learning rate {settings['lr']:g} falling linearly to 0, weight decay {settings['decay']:g}, seed "
         f"{settings['seed']}, bfloat16 products.",
-        f"- Again: `python -m onptq.zoo.train --family {family} --out DIR`.",
+        f"- Again: `python -m onptq.zoo.train --family {family} --out DIR{_options(settings, audio)}`.",
     ]
     path = folder / "README.md"
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
@@ -58,11 +66,21 @@ def _lessons(audio: bool) -> str:
     return f"{drawn}; synthetic speech to write down, and spoken questions about a scene" if audio else drawn
 
 
-def add_scores(folder: Path, scores: Mapping[str, float]) -> Path:
-    """Scores on the test split by task, as fractions of 1, in place of any that the card has."""
+def _options(settings: Mapping[str, Any], audio: bool) -> str:
+    names = ("minutes", "steps", "batch", "lr", "seed", *(("spoken_share",) if audio else ()))
+    given = {name: settings[name] for name in names if settings.get(name) is not None}
+    return "".join(f" --{name.replace('_', '-')} {value}" for name, value in given.items())
+
+
+def add_scores(folder: Path, scores: Mapping[str, TaskScore]) -> Path:
+    """Scores on the test split by task, with the number of items, in place of any that the card has."""
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8").split(SCORES)[0].rstrip()
-    rows = [f"| {task} | {100 * share:.1f}% |" for task, share in scores.items()]
-    lines = [text, "", SCORES, "", "| task | score |", "| --- | --- |", *rows]
+    rows = [
+        f"| {task} | {MEASURES[score.measure]} | {score.percent:.1f}% | {score.items:,} |"
+        for task, score in scores.items()
+        if score.percent is not None
+    ]
+    lines = [text, "", SCORES, "", "| task | measure | score | items |", "| --- | --- | --- | --- |", *rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

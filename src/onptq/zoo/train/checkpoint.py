@@ -39,7 +39,7 @@ _TOWERS = Towers(
 # What the other two have beside, DeepStack or ears, is taken from the MLPs of their vision towers.
 TOWERS = {"qwen2.5-vl": _TOWERS, "qwen3-vl": replace(_TOWERS, ffn=256), "qwen2.5-omni": replace(_TOWERS, ffn=256)}
 TOKENS = {family: without_system(OMNI if family == "qwen2.5-omni" else QWEN) for family in ZOO}
-WHOLE = "Qwen2_5OmniForConditionalGeneration"  # the thinker is trained; a checkpoint also holds talker and token2wav
+MODE = 0o644  # of the weights, as of the files beside them; safetensors lets only the owner read
 
 
 def side(family: str) -> int:
@@ -59,7 +59,10 @@ def write_settings(folder: Path, family: str, words: Any, dims: Dims = DIMS) -> 
     ids = save_tokenizer(folder, tokens, words)
     audio = "audio" in FAMILIES[family].modalities
     area = side(family) ** 2
-    _write_json(folder / "config.json", model_config(family, dims, ids, TOWERS[family]))
+    config = model_config(family, dims, ids, TOWERS[family])
+    if family == "qwen2.5-omni":
+        config["enable_audio_output"] = False  # so that loaders expect the thinker's weights alone
+    _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation(tokens, ids))
     _write_json(folder / "preprocessor_config.json", preprocessor_config(family, audio, (area, area)))
     return ids
@@ -94,31 +97,22 @@ def _initialize(model: nn.Module) -> None:
             parameter.zero_()
 
 
-def write_weights(folder: Path, family: str, model: Any, seed: int) -> Path:
-    """model.safetensors in bfloat16 under the names that published checkpoints use."""
+def write_weights(folder: Path, family: str, model: Any) -> Path:
+    """model.safetensors in bfloat16 under the names that published checkpoints use; of Omni the thinker alone."""
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    whole = _whole(folder, model, seed) if family == "qwen2.5-omni" else model
-    on_disk: Mapping[str, Tensor] = revert_weight_conversion(whole, whole.state_dict())
-    weights = {
-        name: on_disk[name].detach().to("cpu", torch.bfloat16).contiguous()
+    prefix = "thinker." if family == "qwen2.5-omni" else ""
+    on_disk: Mapping[str, Tensor] = revert_weight_conversion(model, model.state_dict())
+    weights = {  # a model that was loaded, not built, brings the prefix with it
+        prefix + name.removeprefix(prefix): on_disk[name].detach().to("cpu", torch.bfloat16).contiguous()
         for name in sorted(on_disk)
         if not (DIMS.tie and name.endswith("lm_head.weight"))
     }
     path = folder / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(MODE)
     return path
-
-
-def _whole(folder: Path, thinker: nn.Module, seed: int) -> Any:
-    """The complete Omni: talker and token2wav keep random weights, they are only there for loaders that expect them."""
-    import transformers
-
-    torch.manual_seed(seed)
-    whole = getattr(transformers, WHOLE)(transformers.AutoConfig.from_pretrained(str(folder))).float()
-    whole.thinker.load_state_dict({name: value.cpu() for name, value in thinker.state_dict().items()})
-    return whole
 
 
 def _generation(tokens: TokenSet, ids: Mapping[str, int]) -> dict[str, Any]:

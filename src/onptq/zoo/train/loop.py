@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -16,17 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from onptq.errors import OnPTQError
 from onptq.progress import QuietReporter, Reporter
 from onptq.zoo.sprites import render
 from onptq.zoo.tokens import OMNI, QWEN
+from onptq.zoo.train.blocks import trusted_attention
 from onptq.zoo.train.card import write_card
 from onptq.zoo.train.checkpoint import VOCAB, WORDS, build_model, check_family, side, write_settings, write_weights
 from onptq.zoo.train.collate import KINDS, LENGTH, Arrays, Layout, count_targets, train_tokenizer
 from onptq.zoo.train.feed import Feed, Order
 from onptq.zoo.train.forward import Forward, Rows
+from onptq.zoo.train.optimize import Optimizer
 from onptq.zoo.train.sounds import SoundBank, Transcriber, disguise
 
 SAVE_SECONDS = 120.0
@@ -55,6 +56,7 @@ class Training:
     speakers: int = 3  # worker processes that speak
     sounds: int = 120_000  # spoken lessons kept
     first_sounds: int = 4096  # spoken lessons before the first of them is used
+    late_warmup: int = 100  # spoken steps until what only they train, the audio tower, learns as fast as the rest
     ctc: float = 0.3
     tokenizer_lessons: int = 4000
     log_every: int = 50  # steps
@@ -79,6 +81,7 @@ def train(training: Training, out: Path, reporter: Reporter | None = None) -> Pa
     plain = words.to_str()
     ids = write_settings(out, training.family, words)
     with ExitStack() as stack:
+        stack.enter_context(trusted_attention())
         order = partial(Order, plain, seed=training.seed)
         targets = count_targets(Layout.of(Tokenizer.from_str(plain), QWEN), training.batch)
         pictures = order(QWEN, size=training.batch, targets=targets)
@@ -93,7 +96,7 @@ def train(training: Training, out: Path, reporter: Reporter | None = None) -> Pa
             log.write(json.dumps(record) + "\n")
             log.flush()
     seconds = time.monotonic() - began
-    write_weights(out, training.family, trainer.model, training.seed)
+    write_weights(out, training.family, trainer.model)
     device = torch.cuda.get_device_name() if training.device.startswith("cuda") else "CPU"
     write_card(out, training.family, asdict(training), trainer.step, seconds, device, trainer.parameters)
     return out
@@ -124,7 +127,7 @@ def _run(trainer: Trainer, began: float, out: Path, reporter: Reporter) -> Itera
                 if trainer.step % (10 * training.log_every) == 0:
                     reporter.note(f"{training.family}: {json.dumps(record)}")
             if time.monotonic() - saved > SAVE_SECONDS:
-                write_weights(out, training.family, trainer.model, training.seed)
+                write_weights(out, training.family, trainer.model)
                 saved = time.monotonic()
         trainer.wait()
 
@@ -165,13 +168,14 @@ class Trainer:
         self._translate = translation(ids).to(self.device)
         self._rng = np.random.default_rng(training.seed)
         self._bank = self._transcriber = None
-        modules: list[nn.Module] = [self.model]
+        modules, late = [self.model], []
         if speech is not None:
+            assert self.forward.audio is not None
             self._bank = SoundBank(training.sounds, self.device)
             self._transcriber = Transcriber(self.model.get_input_embeddings().embedding_dim, WORDS).to(self.device)
             modules.append(self._transcriber)
-        self._weights = list({id(one): one for module in modules for one in module.parameters()}.values())
-        self._optimizer = _optimizer(modules, training, self._cuda)
+            late = [self.forward.audio.tower, self._transcriber]
+        self._optimizer = Optimizer(modules, training.lr, training.decay, training.clip, late)
         self._spoken_steps = 0
         self._clear()
 
@@ -180,38 +184,37 @@ class Trainer:
 
     def advance(self, progress: float) -> None:
         """One step at this part of the schedule."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._lr(progress)
+        self._optimizer.set_rate(*self._rates(progress))
         self._listen()
+        spoken = self._wants_speech()
         with torch.autocast("cuda", torch.bfloat16) if self._cuda else nullcontext():
-            loss = self._spoken_loss() if self._wants_speech() else self._picture_loss(next(self._feed))
+            loss = self._spoken_loss() if spoken else self._picture_loss(next(self._feed))
         loss.backward()
-        nn.utils.clip_grad_norm_(self._weights, self.training.clip, foreach=True)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        self._spoken_steps += spoken
 
     def report(self) -> dict[str, Any]:
         """Losses since the last report; waits for the device."""
         sums = self._sums.cpu()
         tokens = sums[1].clamp(min=1)
         loss = float(sums[0].sum() / sums[1].sum().clamp(min=1))
-        if not math.isfinite(loss):
-            raise OnPTQError(f"the loss is {loss} at step {self.step}; expected a finite one: a lower --lr may help")
         kinds = {kind: round(float(sums[0, i] / tokens[i]), 4) for i, kind in enumerate(KINDS) if sums[1, i] > 0}
         record: dict[str, Any] = {"step": self.step, "loss": round(loss, 4), "losses": kinds}
         if self._bank is not None:
             record |= {"sounds": self._bank.count, "ctc": round(float(sums[2, 0] / sums[3, 0].clamp(min=1)), 4)}
-        record["lr"] = round(self._optimizer.param_groups[0]["lr"], 7)
+        record["lr"] = round(self._optimizer.lr, 7)
         self._clear()
-        return record
+        return record | self._optimizer.report()
 
     def wait(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
 
-    def _lr(self, progress: float) -> float:
-        return self.training.lr * min((self.step + 1) / self.training.warmup, 1) * max(1 - progress, 0.0)
+    def _rates(self, progress: float) -> tuple[float, float]:
+        """Learning rates of the model and of what only spoken steps train."""
+        lr = self.training.lr * min((self.step + 1) / self.training.warmup, 1) * max(1 - progress, 0.0)
+        return lr, lr * min((self._spoken_steps + 1) / self.training.late_warmup, 1)
 
     def _listen(self) -> None:
         """Take what the speakers have ready."""
@@ -243,18 +246,19 @@ class Trainer:
         losses, heard = self.forward.losses(rows, batch["spots"], batch["next"].long())
         assert heard is not None
         aligned: Tensor = self._transcriber(heard, frames, *texts)
-        self._sums[2, 0] += aligned.detach()
-        self._sums[3, 0] += 1
+        self._sums[2, 0] += aligned.detach().nan_to_num(posinf=0)
+        self._sums[3, 0] += aligned.detach().isfinite()
         return self._weigh(losses, batch) + self.training.ctc * aligned
 
     def _weigh(self, losses: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """The mean over answers' tokens, those of long answers counting less each."""
         lengths = batch["lengths"].float()
-        counted = (lengths > 0).float()
+        counted = lengths > 0
         weights = counted * lengths.clamp(min=1) ** -self.training.balance
         kinds = batch["kinds"].long()[batch["spots"] // LENGTH]
-        self._sums[0].index_add_(0, kinds, losses.detach() * counted)
-        self._sums[1].index_add_(0, kinds, counted)
+        known = counted & losses.detach().isfinite()
+        self._sums[0].index_add_(0, kinds, torch.where(known, losses.detach(), 0))
+        self._sums[1].index_add_(0, kinds, known.float())
         return (losses * weights).sum() / weights.sum()
 
     @torch.no_grad()
@@ -285,13 +289,3 @@ def translation(ids: dict[str, int]) -> Tensor:
         for name, own in pairs:
             table[WORDS + QWEN.special.index(name)] = ids[own]
     return table
-
-
-def _optimizer(modules: list[nn.Module], training: Training, fused: bool) -> torch.optim.AdamW:
-    """Weight decay pulls on the matrices of linears and convolutions alone."""
-    named = {id(one): (name, one) for module in modules for name, one in module.named_parameters()}
-    pulled = [one for name, one in named.values() if one.ndim > 1 and "embed" not in name]
-    chosen = {id(one) for one in pulled}
-    others = [one for _, one in named.values() if id(one) not in chosen]
-    groups = [{"params": pulled, "weight_decay": training.decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=training.lr, betas=(0.9, 0.98), fused=fused)

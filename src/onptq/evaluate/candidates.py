@@ -1,0 +1,112 @@
+"""Who is compared: a checkpoint folder made by anybody, or a method and a scheme to be built on the spot."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onptq.errors import OnPTQError
+from onptq.models.loading import CATALOGED
+from onptq.recipe import Recipe, parse_override
+from onptq.schemes import Scheme
+
+DENSE = "dense"
+CYCLE = ("static", "onptq")  # built by the whole job; every other method gives its theta at once
+
+
+@dataclass(frozen=True)
+class Built:
+    """`method:scheme`, or `method:scheme@preset` where another preset than the comparison's is wanted."""
+
+    name: str
+    method: str
+    recipe: Recipe
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme.parse(self.recipe.scheme)
+
+    @property
+    def by_the_cycle(self) -> bool:
+        return self.method in CYCLE
+
+
+@dataclass(frozen=True)
+class Made:
+    """A checkpoint as somebody left it."""
+
+    name: str
+    folder: str  # as it was given: a folder, or a name of the catalog
+
+
+Candidate = Built | Made
+
+
+def parse_candidates(texts: Sequence[str], recipe: Recipe, overrides: Iterable[str] = ()) -> list[Candidate]:
+    """Folders, `name=folder`, and `method:scheme[@preset]`. `recipe` is what built ones follow where they say nothing else,
+    `overrides` (FIELD=VALUE) holds for those that name a preset too."""
+    changes = list(overrides)
+    found = [_parse(text, recipe, changes) for text in texts]
+    names = [one.name for one in found]
+    for name in names:
+        if names.count(name) > 1 or name == DENSE:
+            raise OnPTQError(
+                f"{name!r} is the name of more than one model here; give folders names of their own: NAME=FOLDER"
+            )
+    if not found:
+        raise OnPTQError("there is nothing to compare; expected at least one candidate")
+    return found
+
+
+def slug(name: str) -> str:
+    """The name as a folder's."""
+    return re.sub(r"[^\w.+@-]+", "-", name)
+
+
+def method_names() -> list[str]:
+    from onptq.methods import METHODS
+
+    return [*METHODS, *CYCLE]
+
+
+def _parse(text: str, recipe: Recipe, changes: Sequence[str]) -> Candidate:
+    name, equals, folder = text.partition("=")
+    if equals and name and _is_checkpoint(folder):
+        return Made(name, folder)
+    if _is_checkpoint(text):
+        return Made(text if text.startswith(CATALOGED) else Path(text).resolve().name, text)
+    method, colon, rest = text.partition(":")
+    if not colon:
+        raise OnPTQError(
+            f"candidate {text!r} is no folder here; expected a checkpoint folder, NAME=FOLDER, or METHOD:SCHEME such as "
+            f"rtn:W4A8, with one of the methods {', '.join(method_names())}"
+        )
+    if method not in method_names():
+        close = difflib.get_close_matches(method, method_names(), n=1, cutoff=0.6)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise OnPTQError(f"candidate {text!r}: unknown method{hint}; expected one of {', '.join(method_names())}")
+    scheme, at, preset = rest.partition("@")
+    base = recipe
+    if at:
+        shared = {"seed": recipe.seed} | {
+            f"compute.{name}": value for name, value in recipe.compute.model_dump().items()
+        }
+        base = Recipe.preset(preset, dict(map(parse_override, changes)) | shared)
+    own: dict[str, Any] = {"scheme": scheme}
+    if method in CYCLE:
+        own["method"] = method
+    try:
+        resolved = base.with_overrides(own)
+    except OnPTQError as error:
+        raise OnPTQError(f"candidate {text!r}: {error}") from error
+    if not Scheme.parse(resolved.scheme).quantizes_weights:
+        raise OnPTQError(f"candidate {text!r} leaves the weights in 16 bits; expected W2 to W8")
+    return Built(f"{method}:{resolved.scheme}{at}{preset}", method, resolved)
+
+
+def _is_checkpoint(text: str) -> bool:
+    return text.startswith(CATALOGED) or Path(text).is_dir()

@@ -1,0 +1,134 @@
+"""What two models are compared by: ratios over items and over prompts, named, with which way is better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onptq.bank import States
+from onptq.evaluate.answers import Answer
+from onptq.evaluate.behaviour import per_prompt
+from onptq.evaluate.items import Item
+from onptq.evaluate.scores import paired
+from onptq.evaluate.statistics import Column, Measure, Part
+
+PROMPTS = "prompts"  # the stratum of held-out prompts; tasks are strata of their own
+
+
+@dataclass(frozen=True)
+class Label:
+    """How a measure is called and shown, and whether less of it is better."""
+
+    name: str
+    less_is_better: bool = True
+    percent: bool = False
+    digits: int = 1
+
+
+BEHAVIOUR = {
+    "kl": Label("KL", digits=4),
+    "js": Label("JS", digits=4),
+    "mismatch": Label("mismatch", percent=True),
+    "erosion": Label("erosion", digits=3),
+    "first_fork": Label("first fork", less_is_better=False),
+    "js_before_fork": Label("JS before the fork", digits=4),
+    "js_after_fork": Label("JS after the fork", digits=4),
+    "kl_before_fork": Label("KL before the fork", digits=4),
+    "kl_after_fork": Label("KL after the fork", digits=4),
+    "js_at_fork": Label("JS at the fork", digits=4),
+    "forked": Label("prompts with a fork", percent=True),
+}
+# Numerator and denominator of each, among the sums of `per_prompt`; the mean over prompts where the latter is absent.
+_RATIOS: Mapping[str, tuple[str, str | None]] = {
+    "kl": ("kl", "states"),
+    "js": ("js", "states"),
+    "mismatch": ("mismatches", "states"),
+    "erosion": ("erosion", "states"),
+    "first_fork": ("common", None),
+    "forked": ("forked", None),
+} | {
+    f"{divergence}_{side}": (f"{divergence}_{side}", f"states_{side}")
+    for divergence, side in (
+        ("js", "before_fork"),
+        ("js", "after_fork"),
+        ("js", "at_fork"),
+        ("kl", "before_fork"),
+        ("kl", "after_fork"),
+    )
+}
+CHANGES = {
+    "flips": Label("flips", percent=True),
+    "changed": Label("answers changed", percent=True),
+    "changed_wrong": Label("changed though wrong before and after", percent=True),
+}
+AVERAGE = "average"
+
+
+def labels(items: Sequence[Item]) -> dict[str, Label]:
+    """Every measure there can be, in the order of the report."""
+    scores = {item.task: Label(item.task, item.measure == "word errors", percent=True) for item in items}
+    scores = {
+        task: Label(f"{task} WER", True, True) if label.less_is_better else label for task, label in scores.items()
+    }
+    if any(not label.less_is_better for label in scores.values()):
+        scores[AVERAGE] = Label("average score", False, True)
+    return scores | CHANGES | BEHAVIOUR
+
+
+def score_measures(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, Measure]:
+    """One per task, and their unweighted mean where more is better."""
+    found, averaged = {}, []
+    for task, (asked, given) in _by_task(items, answers).items():
+        part = Part(task, np.array([one.points for one in given]), np.array([one.total for one in given]))
+        found[task] = Measure((part,), 100)
+        if asked[0].measure != "word errors":
+            averaged.append(part)
+    return found | ({AVERAGE: Measure(tuple(averaged), 100, "mean")} if averaged else {})
+
+
+def change_measures(items: Sequence[Item], dense: Sequence[Answer], other: Sequence[Answer]) -> dict[str, Measure]:
+    """Flips of correctness, texts that changed, and those of them that are wrong before and after; over all tasks."""
+    before, after = _by_task(items, dense), _by_task(items, other)
+    parts: dict[str, list[Part]] = {name: [] for name in CHANGES}
+    for task, (asked, was) in before.items():
+        now = after[task][1]
+        ones = np.ones(len(asked))
+        changed = np.array([old.text != new.text for old, new in zip(was, now, strict=True)])
+        parts["changed"].append(Part(task, changed.astype(np.float64), ones))
+        if asked[0].measure == "accuracy":
+            right_before, right_after = right(was), right(now)
+            wrong_twice = changed & ~right_before & ~right_after
+            parts["flips"].append(Part(task, (right_before != right_after).astype(np.float64), ones))
+            parts["changed_wrong"].append(Part(task, wrong_twice.astype(np.float64), ones))
+    return {name: Measure(tuple(each), 100) for name, each in parts.items() if each}
+
+
+def behaviour_measures(states: States, prompts: Sequence[int]) -> dict[str, Measure]:
+    sums = per_prompt(states, prompts)
+    ones = np.ones(len(prompts))
+    return {
+        name: Measure(
+            (Part(PROMPTS, sums[top], ones if bottom is None else sums[bottom]),), 100 if BEHAVIOUR[name].percent else 1
+        )
+        for name, (top, bottom) in _RATIOS.items()
+    }
+
+
+def right(answers: Sequence[Answer]) -> Column:
+    return np.array([one.points == one.total for one in answers], np.bool_)
+
+
+def judged(items: Sequence[Item], answers: Sequence[Answer]) -> Column:
+    """Which items were answered right, of those that are either right or wrong, in the order of the items."""
+    return right([one for item, one in paired(items, answers) if item.measure == "accuracy"])
+
+
+def _by_task(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, tuple[list[Item], list[Answer]]]:
+    tasks: dict[str, tuple[list[Item], list[Answer]]] = {}
+    for item, given in paired(items, answers):
+        asked, said = tasks.setdefault(item.task, ([], []))
+        asked.append(item)
+        said.append(given)
+    return tasks

@@ -1,0 +1,192 @@
+"""The report in words and tables: the same for the terminal and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onptq.evaluate.candidates import DENSE
+from onptq.evaluate.statistics import fewest_differing
+
+ABSENT = "-"
+FEW = 50  # clusters below which a percentile bootstrap is too narrow
+BEHAVIOUR = ("kl", "js", "mismatch", "erosion", "first_fork", "js_before_fork", "js_after_fork")
+SAID = {"better": "better in", "worse": "worse in", "open": "not distinguishable in", "same": "equal in"}
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str
+
+
+def tables(report: Mapping[str, Any]) -> list[ReportTable]:
+    found = []
+    if report["items"]:
+        found.append(_scores(report))
+    if report["prompts"]:
+        found.append(_behaviour(report))
+    return [*found, _cost(report)]
+
+
+def sentences(report: Mapping[str, Any]) -> list[str]:
+    """One for every pair: what can be told apart, and what cannot."""
+    return [sentence(pair, report) for pair in report["pairs"]]
+
+
+def sentence(pair: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    told: dict[str, list[str]] = {}
+    for name, verdict in pair["verdicts"].items():
+        if verdict in SAID and name in _told(report, pair):
+            told.setdefault(verdict, []).append(_difference(name, verdict, pair, report["labels"][name]))
+    claims = [f"{words} {', '.join(told[verdict])}" for verdict, words in SAID.items() if verdict in told]
+    start = f"{pair['second']} against {pair['first']}: "
+    if set(told) == {"same"}:
+        return f"{start}no difference in anything measured."
+    return start + "; ".join((*claims, *_against_dense(pair, report))) + "."
+
+
+def notes(report: Mapping[str, Any]) -> list[str]:
+    bootstrap, pairs = report["bootstrap"], len(report["pairs"])
+    level = f"{100 * bootstrap['confidence']:g}%"
+    found = [
+        f"Brackets: {level} intervals of a paired cluster bootstrap by item and by prompt, {bootstrap['replicates']} "
+        f"replicates, seed {bootstrap['seed']}. A difference counts where its interval leaves zero out and at least "
+        f"{fewest_differing(bootstrap['confidence'])} items or prompts differ; for flips where McNemar's exact test has "
+        f"p < {1 - bootstrap['confidence']:.2g}. Nothing is corrected for the number of comparisons "
+        f"({pairs} {'pair' if pairs == 1 else 'pairs'})."
+    ]
+    few = [f"{count} {what}" for what, count in _clusters(report) if 0 < count < FEW]
+    if few:
+        found.append(
+            f"Only {' and '.join(few)}: intervals from so few are too narrow, take more before believing them."
+        )
+    return found
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    lines = [f"# {report['dense']} and its quantized candidates", ""]
+    for table in tables(report):
+        lines += [f"## {table.title}", "", _row(table.header), "|---" * len(table.header) + "|"]
+        lines += [*map(_row, table.rows), "", table.note, ""]
+    lines += ["## What is and is not distinguishable", "", *(f"- {one}" for one in sentences(report)), ""]
+    return "\n".join([*lines, *notes(report)]) + "\n"
+
+
+def _scores(report: Mapping[str, Any]) -> ReportTable:
+    models, known = report["models"], report["labels"]
+    tasks = list(models[DENSE]["tasks"])
+    average = "average" in models[DENSE]["figures"]
+    flips = any(model.get("flips", {}).get("items") for model in models.values())
+    header = ["", *(known[task]["name"] for task in tasks), *(["average"] if average else [])]
+    header += ["flips", "to wrong", "to right"] if flips else []
+    header += ["changed", *(["changed, still wrong"] if flips else [])]
+    rows = []
+    for name, model in models.items():
+        figures, flipped = model["figures"], model.get("flips", {})
+        row = [name, *(_estimate(figures, known, task) for task in (*tasks, *(["average"] if average else [])))]
+        row += [_estimate(figures, known, "flips"), *(_count(flipped, key) for key in _DIRECTIONS)] if flips else []
+        row += [_estimate(figures, known, "changed"), *([_estimate(figures, known, "changed_wrong")] if flips else [])]
+        rows.append(row)
+    sizes = ", ".join(f"{task} {score['items']}" for task, score in models[DENSE]["tasks"].items())
+    word_errors = " WER: lower is better, not in the average." if _any_word_errors(models[DENSE]) else ""
+    note = (
+        f"Scores in % of test items ({sizes}).{word_errors} flips: answers that turned right or wrong against dense; "
+        "changed: answers with another text."
+    )
+    return ReportTable("Answers", header, rows, note)
+
+
+def _behaviour(report: Mapping[str, Any]) -> ReportTable:
+    known = report["labels"]
+    header = ["", *(known[name]["name"] for name in BEHAVIOUR)]
+    rows = [
+        [name, *(_estimate(model["figures"], known, key) for key in BEHAVIOUR)]
+        for name, model in report["models"].items()
+        if name != DENSE
+    ]
+    note = (
+        f"Each candidate on its own greedy answers to {report['prompts']} held-out prompts, against the dense model on the same "
+        "token ids. KL, JS in nats and erosion in logits, per token; first fork: tokens until the first decision that differs."
+    )
+    return ReportTable("Behaviour", header, rows, note)
+
+
+def _cost(report: Mapping[str, Any]) -> ReportTable:
+    rows = []
+    for name, model in report["models"].items():
+        cost = model["cost"]
+        seconds = cost.get("seconds")
+        shown = ABSENT if seconds is None else f"{seconds:.1f}"
+        rows.append([name, shown, _size(cost.get("peak_bytes")), _size(cost.get("checkpoint_bytes"))])
+    note = "Seconds and peak memory of calibration, where it was done here; on a CPU the whole process counts."
+    return ReportTable("Cost", ["", "seconds", "peak memory", "checkpoint"], rows, note)
+
+
+_DIRECTIONS = ("right_to_wrong", "wrong_to_right")
+
+
+def _told(report: Mapping[str, Any], pair: Mapping[str, Any]) -> set[str]:
+    scores = {*report["models"][DENSE].get("tasks", {}), "average"}
+    return scores if pair["first"] == DENSE else {*scores, "flips", "changed", *BEHAVIOUR}
+
+
+def _difference(name: str, verdict: str, pair: Mapping[str, Any], label: Mapping[str, Any]) -> str:
+    if verdict == "same":
+        return str(label["name"])
+    found, digits = pair["differences"][name], 2 if label["percent"] else label["digits"]
+    value, low, high = (f"{found[key]:+.{digits}f}" for key in ("value", "low", "high"))
+    points = " points" if label["percent"] else ""
+    test = f", McNemar p = {_p(pair['mcnemar']['flips']['p'])}" if name == "flips" else ""
+    return f"{label['name']} ({value}{points} [{low}, {high}]{test})"
+
+
+def _against_dense(pair: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
+    if pair["first"] != DENSE or "right" not in pair["mcnemar"]:
+        return
+    flips = report["models"][pair["second"]]["flips"]
+    count = flips["right_to_wrong"] + flips["wrong_to_right"]
+    yield (
+        f"{count} of {flips['items']} answers flipped, {flips['right_to_wrong']} to wrong and {flips['wrong_to_right']} to "
+        f"right (McNemar p = {_p(pair['mcnemar']['right']['p'])})"
+    )
+
+
+def _estimate(figures: Mapping[str, Any], known: Mapping[str, Any], name: str) -> str:
+    found = figures.get(name)
+    if found is None or found["value"] is None:
+        return ABSENT
+    digits = known[name]["digits"]
+    shown = f"{found['value']:.{digits}f}"
+    return shown if found["low"] is None else f"{shown} [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
+
+
+def _clusters(report: Mapping[str, Any]) -> list[tuple[str, int]]:
+    tasks = report["models"][DENSE].get("tasks", {})
+    smallest = min((score["items"] for score in tasks.values()), default=0)
+    return [("items in a task", smallest), ("prompts", report["prompts"])]
+
+
+def _any_word_errors(model: Mapping[str, Any]) -> bool:
+    return any(score["measure"] == "word errors" for score in model["tasks"].values())
+
+
+def _count(flips: Mapping[str, Any], key: str) -> str:
+    return str(flips[key]) if key in flips else ABSENT
+
+
+def _p(value: float) -> str:
+    return f"{value:.2g}" if value >= 0.001 else "less than 0.001"
+
+
+def _size(size: int | None) -> str:
+    if size is None:
+        return ABSENT
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
