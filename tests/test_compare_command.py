@@ -262,9 +262,7 @@ def test_a_comparison_that_is_whole_loads_no_model(
     assert run(small, copied, [str(exported), "rtn:W4A8"], items=items) == before
 
 
-@pytest.mark.parametrize(
-    "phase", ["Build smoothquant:W4A6", "Answer dense", "Answer smoothquant:W4A6", "Compare rtn:W4A8", "Follow rounded"]
-)
+@pytest.mark.parametrize("phase", ["Build smoothquant:W4A6", "Compare rtn:W4A8", "Follow rounded"])
 def test_killed_at_any_moment_it_ends_with_the_same_report(
     compared: Any, small: Path, items: list[Item], exported: Path, tmp_path: Path, phase: str
 ) -> None:
@@ -277,10 +275,12 @@ def test_killed_at_any_moment_it_ends_with_the_same_report(
     found = run(small, tmp_path / "out", names, items=items)
     after = files(tmp_path / "out")
     assert {name: after[name] for name in kept} == kept
-    for report in (found, expected):
-        for model in report["models"].values():
-            model.pop("cost", None)
-    assert found == expected
+    assert without_cost(found) == without_cost(expected)
+
+
+def without_cost(report: dict[str, Any]) -> dict[str, Any]:
+    models = {name: {key: model[key] for key in model if key != "cost"} for name, model in report["models"].items()}
+    return report | {"models": models}
 
 
 def test_a_process_that_is_really_killed_leaves_nothing_torn(small: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from onptq.quantizer.integer import code_range
 from onptq.quantizer.theta import OFFSET_RANGE, Theta
 
 Beds = Callable[[str], tuple[Policy, list[EncodedPrompt], Theta]]
-SCHEMES = ("W3A8", "W4A16", "W3A16-g32", "W3A16-g32-asym")
+SCHEMES = ("W3A4", "W4A16", "W3A16-g32", "W3A16-g32-asym")
 
 
 @pytest.fixture(scope="module")

@@ -234,6 +234,9 @@ def test_branches_of_full_rank_make_pictures_and_sounds_dense_again(tiny):
                 error = (full.linears[block.path(name)](x, modality) - expected)[0].abs().amax(-1)
                 assert error[1:].max() < 1e-2 * expected.abs().max(), block.path(name)
                 assert error[0] > 1e-2 * expected.abs().max()
+                linear, plain = full.linears[block.path(name)], Theta.rtn(policy.structure.blocks, policy.scheme)
+                own = smoothed(weight, linear.scales[TEXT].log(), None)
+                assert torch.equal(linear.weight, rounded_weight(policy, plain, block, name, own))
     assert not full.linears["layers.0.mlp.down_proj"].branches
     assert full.label == "graph changed"
 

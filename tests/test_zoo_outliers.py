@@ -180,7 +180,8 @@ def test_channels_are_chosen_by_what_one_kind_of_token_excites_most(
     }
     picked = outliers.blocks[1]["post_attention_layernorm"]
     left, expected = list(range(256)), {}
-    for name, factors in (("vision", (64, 64, 32, 32)), ("audio", (32,) if heard else ()), ("text", (32, 32))):
+    for name in ("vision", "audio", "text"):
+        factors = getattr(STRENGTHS["post_attention_layernorm"], name)
         if name not in peak:
             continue
         ratio = {c: peak[name][c] / max(peak[other][c] for other in peak if other != name) for c in left}
@@ -287,9 +288,13 @@ def test_the_command_writes_them_beside_a_model(tiny: Callable[[str], Tiny], tmp
     result = CliRunner().invoke(app, [*arguments, "--strength", "up_proj.vision=32", "--strength", "up_proj.reach=4"])
     assert result.exit_code == 0, result.output
     outliers = Outliers.read(folder / "outliers.json")
-    assert [len(block["up_proj"]) for block in outliers.blocks] == [4, 4]
-    assert [len(block["input_layernorm"]) for block in outliers.blocks] == [7, 7]
-    assert f"wrote {2 * (7 + 7 + 2 + 4)} channels in 2 blocks" in result.output
+    counts = {
+        place: sum(len(getattr(strengths, kind)) for kind in ("vision", "audio", "text"))
+        for place, strengths in STRENGTHS.items()
+    }
+    counts["up_proj"] -= len(STRENGTHS["up_proj"].vision) - 1
+    assert all({place: len(channels) for place, channels in block.items()} == counts for block in outliers.blocks)
+    assert f"wrote {2 * sum(counts.values())} channels in 2 blocks" in result.output
     assert (folder / "model.safetensors").is_symlink()
 
 

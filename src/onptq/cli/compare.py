@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onptq.cli.quantize import NAMED, ZOO, _reporter, _use_one_thread, resolve_recipe
+from onptq.cli.quantize import NAMED, ZOO, make_reporter, resolve_recipe, use_one_thread
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ def compare(
     """Compare CANDIDATEs with DENSE and with each other. Killed at any moment, the same command continues."""
     if split not in SPLITS:
         raise OnPTQError(f"--split {split}: expected one of {', '.join(SPLITS)}")
-    reporter = _reporter(quiet, json)
+    reporter = make_reporter(quiet, json)
     of_the_zoo = dense.startswith(ZOO)
     if of_the_zoo:
-        _use_one_thread()
+        use_one_thread()
     options = {"seed": seed, "compute.device": device}
     recipe = resolve_recipe(preset or ("zoo" if of_the_zoo else None), None, options, changes or [])
 
@@ -150,7 +150,7 @@ def _rendered(table: ReportTable, stacked: bool = False) -> Any:
 
     rendered = Table(title=table.title, title_justify="left", title_style="bold", box=None, header_style="bold")
     for number, column in enumerate(table.header):
-        rendered.add_column(column, justify="right" if number else "left")
+        rendered.add_column(column, justify="right" if number else "left", no_wrap=not number)
     for row in table.rows:
         rendered.add_row(*(Text(cell.replace(" [", "\n[") if stacked else cell) for cell in row))
     return rendered

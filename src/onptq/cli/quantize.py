@@ -88,9 +88,9 @@ def quantize(
     resolved = resolve_recipe(preset, recipe, options, changes or [])
     if calibration is None and resolved.method != "rtn" and not of_the_zoo:
         raise OnPTQError(f"method {resolved.method} needs --calibration PROMPTS, a .jsonl or .parquet manifest")
-    reporter = _reporter(quiet, json)
+    reporter = make_reporter(quiet, json)
     if of_the_zoo:
-        _use_one_thread()
+        use_one_thread()
     given: dict[str, Any] = {"calibration": calibration, "holdout": holdout}
     if of_the_zoo and calibration is None:
         given |= _drawn_prompts(model, resolved, holdout, reporter)
@@ -127,7 +127,7 @@ def _drawn_items(model: str, per_task: int | None, reporter: Reporter) -> list[I
     return draw_items(find_source(model).family.name, per_task, reporter)
 
 
-def _use_one_thread() -> None:
+def use_one_thread() -> None:
     """The products of models this small gain little from a second thread, and wait long for it where a core is busy."""
     if "OMP_NUM_THREADS" not in os.environ:
         import torch
@@ -187,7 +187,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _reporter(quiet: bool, json: bool) -> Reporter:
+def make_reporter(quiet: bool, json: bool) -> Reporter:
     from onptq.progress import JsonReporter, QuietReporter, RichReporter
 
     if quiet and json:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from onptq.errors import OnPTQError
-from onptq.export.verify import _unpack
+from onptq.export.verify import unpack
 from onptq.models import family_of
 from onptq.models.decoder import KVCache, Tokens, TreeCache, head_logits, run_blocks
 from onptq.models.encoding import EncodedPrompt, encode
@@ -114,7 +114,7 @@ def load_reader(source: Source, dtype: torch.dtype, device: torch.device, eos: S
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True, **options
             )
             if compressed:
-                _unpack(model, dtype)
+                unpack(model, dtype)
         except Exception as error:  # a quantizer is a package of its own and may raise anything
             raise OnPTQError(
                 f"{source.folder} ({quantization.get('quant_method')}) does not load in transformers: {error}"

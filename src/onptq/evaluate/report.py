@@ -102,7 +102,7 @@ def _scores(report: Mapping[str, Any]) -> ReportTable:
 
 def _behaviour(report: Mapping[str, Any]) -> ReportTable:
     known = report["labels"]
-    header = ["", *(known[name]["name"] for name in BEHAVIOUR)]
+    header = ["", *(known[name]["name"] + (" %" if known[name]["percent"] else "") for name in BEHAVIOUR)]
     rows = [
         [name, *(_estimate(model["figures"], known, key) for key in BEHAVIOUR)]
         for name, model in report["models"].items()

@@ -15,8 +15,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onptq.errors import OnPTQError
-
 REPLICATES = 2000
 CONFIDENCE = 0.95
 DUST = 1e-10
@@ -125,7 +123,7 @@ class Resampler:
 
 def draw(clusters: int, replicates: int, seed: Sequence[int]) -> Column:
     """Bootstrap resamples of `clusters` as counts, [replicates, clusters]; each row sums to `clusters`."""
-    bootstrap = _scipy_stats().bootstrap
+    from scipy.stats import bootstrap
 
     def count(numbers: Column, axis: int = -1) -> Column:
         rows = numbers.reshape(-1, clusters) + clusters * np.arange(numbers.size // clusters)[:, None]
@@ -160,9 +158,11 @@ def fewest_differing(confidence: float) -> int:
 
 def mcnemar(first: Column, second: Column) -> Discordance:
     """Exact and two-sided: whether it holds for one model more often than for the other, [items] bool each."""
+    from scipy.stats import binomtest
+
     only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
     discordant = only_first + only_second
-    p = _scipy_stats().binomtest(only_first, discordant, 0.5).pvalue if discordant else 1.0
+    p = binomtest(only_first, discordant, 0.5).pvalue if discordant else 1.0
     return Discordance(only_first, only_second, float(p))
 
 
@@ -182,11 +182,3 @@ def _combine(measure: Measure, sums: Sequence[tuple[Column, Column]]) -> Column:
     counted = known.sum(0)
     # A part without a denominator has no ratio and does not count, as in `Scores.average`.
     return np.where(counted > 0, np.where(known, ratios, 0).sum(0) / np.maximum(counted, 1), np.nan)
-
-
-def _scipy_stats() -> Any:
-    try:
-        from scipy import stats
-    except ImportError as error:
-        raise OnPTQError("comparisons need scipy for their statistics: pip install scipy") from error
-    return stats

@@ -102,7 +102,7 @@ def load(folder: Path, family: Loadable, dtype: torch.dtype, device: torch.devic
             folder, dtype=dtype, local_files_only=True, output_loading_info=True, **options
         )
         if scheme is not None:
-            _unpack(model, dtype)
+            unpack(model, dtype)
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
         if report.get(kind):  # transformers itself only warns, and fills the gap with random numbers
             raise OnPTQError(
@@ -113,7 +113,7 @@ def load(folder: Path, family: Loadable, dtype: torch.dtype, device: torch.devic
     return model.eval().to(device)
 
 
-def _unpack(model: Any, dtype: torch.dtype) -> None:
+def unpack(model: Any, dtype: torch.dtype) -> None:
     """Unpack the weights in `dtype`. transformers 5.17 leaves renamed tensors in the dtype they are stored in, and a hook on the
     top module's forward, which would unpack them later, is never called by a full Omni model."""
     for parameter in model.parameters():

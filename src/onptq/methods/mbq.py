@@ -183,7 +183,7 @@ def best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, cases:
             for case in cases:
                 found = case.stream.unit(block, pair, case.x)
                 error += float((case.weight * (found - case.target).float().abs().mean(-1)).sum())
-        if error > least or least == torch.inf:
+        if error < least:
             best, least = u, error
     theta.smoothing[key] = before
     return best
