@@ -178,7 +178,8 @@ def check_clips(found: np.ndarray, errors: np.ndarray) -> None:
     distance = np.abs(found - np.array(CLIPS).reshape(-1, *([1] * found.ndim)))
     assert distance.min(0).max() < 1e-6
     chosen = np.take_along_axis(errors, distance.argmin(0)[None], 0)[0]
-    assert (chosen <= errors.min(0) * (1 + 1e-4)).mean() > 0.99  # a weight halfway between two codes may fall either way
+    least = chosen <= errors.min(0) * (1 + 1e-4)
+    assert least.mean() > 0.99, "but for weights halfway between two codes, which may fall either way"
     assert len(np.unique(distance.argmin(0))) > 3
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -401,6 +401,16 @@ def test_rounding_offsets_stay_within_half_a_step_and_move_codes(bed: Bed) -> No
         change = (codes.int() - nearest[path].int()).abs()
         assert 0 < change.double().mean() < 0.5, path
         assert change.max() == 1
+
+
+def test_offsets_of_the_start_stay_where_nothing_is_said_about_rounding(bed: Bed) -> None:
+    start = bed.theta.clone()
+    start.add_offsets(bed.policy.structure.blocks)
+    for offset in start.offset.values():
+        offset[:, ::3] = 0.7  # as GPTQ's codes, beyond half a step
+    result = replace(bed, theta=start).calibrate(short(epochs=1))
+    assert any(not torch.equal(u, start.smoothing[key]) for key, u in result.theta.smoothing.items())
+    assert all(torch.equal(offset, start.offset[key]) for key, offset in result.theta.offset.items())
 
 
 def test_offsets_take_sign_steps_that_shrink_to_nothing(bed: Bed) -> None:

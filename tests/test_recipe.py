@@ -236,3 +236,11 @@ def test_difference_names_changed_added_and_removed_leaves() -> None:
     assert difference(before, after) == ["a.c: 2 -> 3", "d: [1] -> (absent)", "e: (absent) -> None"]
     assert difference(before, before) == []
     assert flatten({"a": {"b": {"c": 1}}, "e": {}}) == {"a.b.c": 1, "e": {}}
+
+
+def test_every_base_method_can_start_the_calibration():
+    from typing import get_args
+
+    from onptq.methods import METHODS
+
+    assert set(get_args(Recipe.model_fields["init"].annotation)) == set(METHODS)

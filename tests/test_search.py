@@ -16,7 +16,8 @@ from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
 from onptq.data.manifest import load_manifest
-from onptq.methods.search import RATIOS, STRENGTHS, sample_inputs, search
+from onptq.methods.layerwise import answer_prompts
+from onptq.methods.search import RATIOS, STRENGTHS, sample_inputs, search, search_on
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.loading import find_source, load_model
 from onptq.models.processing import PromptProcessor
@@ -41,7 +42,7 @@ def beds(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFactory) 
             small = outlying(folder) if outliers else tiny("qwen2.5-vl")
             policy = small.policy(scheme)
             prompts = small.encode(policy, PROMPTS)
-            made[scheme, outliers] = small, policy, prompts, search(policy, prompts)
+            made[scheme, outliers] = small, policy, prompts, search_on(policy, prompts)
         return made[scheme, outliers]
 
     return get
@@ -162,7 +163,7 @@ def test_the_query_heads_of_a_group_agree_on_their_kv_channels_scale(tiny: Calla
     columns = [head * block.head_dim + channel for head in range(share)]
     block.child("v_proj").weight[channel] *= 40  # type: ignore[operator, index]
     block.child("o_proj").weight[:, columns[0]] /= 40  # type: ignore[operator, index]
-    u = search(policy, prompts).smoothing[pair_key(block, "v_o")]
+    u = search_on(policy, prompts).smoothing[pair_key(block, "v_o")]
     x = sample_inputs(policy, prompts)[0]["v_o"].double().numpy()
     weight = block.child("o_proj").weight.double().numpy()  # type: ignore[operator]
     x_max, w_max = (np.abs(values).max(0).reshape(block.kv_heads, share, -1).max(1).ravel() for values in (x, weight))
@@ -210,7 +211,7 @@ def test_outliers_are_smoothed_away(beds: Callable[[str, bool], Bed], scheme: st
 def test_progress_is_reported_block_by_block(beds: Callable[[str, bool], Bed]) -> None:
     _, policy, prompts, theta = beds("W4A8", True)
     steps: list[int] = []
-    again = search(policy, prompts, steps.append)
+    again = search_on(policy, prompts, steps.append)
     assert steps == [1] * policy.blocks
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), theta.parameters(), strict=True))
     assert not again.offset
@@ -219,3 +220,12 @@ def test_progress_is_reported_block_by_block(beds: Callable[[str, bool], Bed]) -
 def test_hooks_do_not_stay_behind(beds: Callable[[str, bool], Bed]) -> None:
     _, policy, _, _ = beds("W4A8", True)
     assert not any(module._forward_pre_hooks for module in policy.model.modules())
+
+
+def test_the_dense_models_own_responses_are_part_of_the_sample(beds: Callable[[str, bool], Bed]) -> None:
+    _, policy, prompts, alone = beds("W4A8", True)
+    found, sequences = search(policy, prompts), [one.sequence for one in answer_prompts(policy, prompts)]
+    assert all(sequence.length > prompt.length for sequence, prompt in zip(sequences, prompts, strict=True))
+    expected = search_on(policy, sequences)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(found.parameters(), alone.parameters(), strict=True))

@@ -61,7 +61,13 @@ def quantize(
             "--set", metavar="FIELD=VALUE", help="Change any field of the recipe; repeatable, wins over others."
         ),
     ] = None,
-    init: Annotated[str | None, typer.Option(help="What calibration starts from: search or rtn.")] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            help="What calibration starts from: search, rtn, smoothquant, awq, mbq, qig, masquant, blockwise or gptq.",
+            show_default="search",
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all that is random.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Reload the checkpoint and compare it.")] = True,

@@ -107,7 +107,11 @@ def calibrate(
     if cfg.rounding:
         progress.theta.add_offsets(policy.structure.blocks, policy.device)
     start = theta.clone()
-    update = _Update(progress.theta.requires_grad_(), start, cfg, len(batches), progress.moments)
+    progress.theta.requires_grad_()
+    if not cfg.rounding:  # offsets that the start brought along stay as they are
+        for offset in progress.theta.offset.values():
+            offset.requires_grad_(False)
+    update = _Update(progress.theta, start, cfg, len(batches), progress.moments)
     policy.attach(progress.theta)
     history: list[dict[str, float]] = []
     if judge is not None and progress.step == 0:

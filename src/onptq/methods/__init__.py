@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from onptq.methods.awq import awq
+from onptq.methods.blockwise import blockwise
+from onptq.methods.gptq import gptq
+from onptq.methods.masquant import masquant
+from onptq.methods.mbq import mbq
+from onptq.methods.qig import qig
 from onptq.methods.rtn import rtn
 from onptq.methods.search import search
 from onptq.methods.smoothquant import smoothquant
@@ -13,4 +19,14 @@ from onptq.quantizer.theta import Theta
 
 Method = Callable[[Policy, Sequence[EncodedPrompt], Callable[[int], None]], Theta]
 
-METHODS: dict[str, Method] = {"rtn": rtn, "search": search, "smoothquant": smoothquant}
+METHODS: dict[str, Method] = {
+    "rtn": rtn,
+    "search": search,
+    "smoothquant": smoothquant,
+    "awq": awq,
+    "mbq": mbq,
+    "qig": qig,
+    "masquant": masquant,
+    "blockwise": blockwise,
+    "gptq": gptq,
+}

@@ -1,6 +1,6 @@
 """The initial checkpoint: smoothing strength per pair and step ratio per row, both chosen by output error.
 
-Every grid contains plain rounding (no smoothing, full range), so no choice has a larger error on the calibration prompts than
+Every grid contains plain rounding (no smoothing, full range), so no choice has a larger error on the calibration data than
 RTN: a fixed strength or a ratio chosen by weight error alone can, and does on some models.
 """
 
@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from onptq.bank import Trajectory
 from onptq.methods.activations import listening, prompt_tokens
+from onptq.methods.layerwise import answer_prompts
 from onptq.methods.linears import by_query_head, dense_weight, entering, rounded_weight
 from onptq.methods.smoothquant import FLOOR, migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt
@@ -25,13 +27,23 @@ RATIOS = tuple(1 - step / 20 for step in range(1, 11))  # 0.95 down to 0.5
 SAMPLE_TOKENS = 1024
 
 
-@torch.no_grad()
 def search(
-    policy: Policy, prompts: Sequence[EncodedPrompt], advance: Callable[[int], None] = lambda blocks: None
+    policy: Policy,
+    prompts: Sequence[EncodedPrompt],
+    advance: Callable[[int], None] = lambda blocks: None,
+    *,
+    responses: Sequence[Trajectory] | None = None,
 ) -> Theta:
-    """theta^(0) from the dense model's activations on the prompts."""
+    """theta^(0) from the dense model's activations on the prompts and responses, its own greedy ones unless they are given."""
+    return search_on(policy, [one.sequence for one in answer_prompts(policy, prompts, responses)], advance)
+
+
+@torch.no_grad()
+def search_on(
+    policy: Policy, sequences: Sequence[EncodedPrompt], advance: Callable[[int], None] = lambda blocks: None
+) -> Theta:
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
-    inputs = sample_inputs(policy, prompts)
+    inputs = sample_inputs(policy, sequences)
     for block in policy.structure.blocks:
         seen = inputs.pop(block.index)
         for pair in PAIRS:
@@ -43,9 +55,9 @@ def search(
     return theta
 
 
-def sample_inputs(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[int, dict[str, Tensor]]:
-    """What enters each pair's consumers under D, for tokens spread evenly over every prompt: block -> pair -> [n, I]."""
-    share = max(1, SAMPLE_TOKENS // len(prompts))
+def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[int, dict[str, Tensor]]:
+    """What enters each pair's consumers under D, for tokens spread evenly over every sequence: block -> pair -> [n, I]."""
+    share = max(1, SAMPLE_TOKENS // len(sequences))
     seen: dict[int, dict[str, list[Tensor]]] = {
         block.index: {pair: [] for pair in PAIRS} for block in policy.structure.blocks
     }
@@ -55,9 +67,9 @@ def sample_inputs(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[int,
         seen[block.index][pair].append(x[0, chosen])
 
     with listening(policy.structure.blocks, hear), policy.speaking("D"):
-        for prompt in prompts:
-            chosen = torch.linspace(0, prompt.length - 1, min(share, prompt.length), device=policy.device).long()
-            policy.run(prompt_tokens(prompt))
+        for sequence in sequences:
+            chosen = torch.linspace(0, sequence.length - 1, min(share, sequence.length), device=policy.device).long()
+            policy.run(prompt_tokens(sequence))
     return {block: {pair: torch.cat(parts) for pair, parts in pairs.items()} for block, pairs in seen.items()}
 
 
