@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImageProcessorPil
+from typer.testing import CliRunner
 
+from onptq.cli import app
 from onptq.evaluate.answers import Questions, answer
+from onptq.experiments.zoo_bed import markdown, measure
+from onptq.experiments.zoo_figures import draw_curves
 from onptq.models.loading import find_source
 from onptq.models.processing import PromptProcessor
 from onptq.policy import load_policy
@@ -103,3 +108,41 @@ def test_outliers_leave_every_answer_as_it_was(name, tmp_path, monkeypatch):
         policy = load_policy(source, "W4A8")
         said.append([one.text for one in answer(Questions(policy, processor, asked), "D")])
     assert said[0] == said[1]
+
+
+def test_the_command_scores_a_model_and_writes_its_card(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(locate("zoo:qwen2.5-vl"), folder)
+    (folder / "README.md").write_text("# A model\n\n## Test split\n\nold\n", encoding="utf-8")
+    result = CliRunner().invoke(
+        app, ["zoo", "evaluate", str(folder), "--task", "answer", "--items", "3", "--json", "--card"]
+    )
+    assert result.exit_code == 0, result.output
+    score = json.loads(result.stdout)["answer"]
+    assert (score["items"], score["measure"]) == (3, "accuracy")
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "old" not in card
+    assert f"{score['percent']:.1f}%" in card
+
+
+def test_scores_go_into_the_card_of_a_folder_only():
+    result = CliRunner().invoke(app, ["zoo", "evaluate", "zoo:qwen2.5-vl", "--card"])
+    assert result.exit_code == 2
+    assert "expected the folder of a trained model" in result.output
+
+
+def test_the_bed_tells_how_sure_the_dense_model_is_and_what_rounding_does():
+    report = measure("zoo:qwen2.5-vl", ["W8A8", "W3A8"], ["rtn"], 4, 2)
+    dense = report["dense"]
+    assert dense["close_calls_percent"] >= 33
+    assert 25 <= dense["tokens"] <= 64
+    fine, coarse = (report["arms"][f"{scheme} rtn"]["on_policy"] for scheme in ("W8A8", "W3A8"))
+    assert fine["mismatch_percent"] < coarse["mismatch_percent"]
+    assert coarse["fork_consequence"] > 0.1
+    assert markdown(report).count("\n| W") == 2
+
+
+def test_curves_are_drawn_from_the_training_log(tmp_path):
+    draw_curves(locate("zoo:qwen2.5-vl") / "log.jsonl", tmp_path / "curves.svg")
+    drawn = (tmp_path / "curves.svg").read_text(encoding="utf-8")
+    assert drawn.count('<g id="line2d') > 5
