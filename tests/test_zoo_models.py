@@ -20,9 +20,12 @@ from onptq.experiments.zoo_figures import draw_curves
 from onptq.models.loading import find_source
 from onptq.models.processing import PromptProcessor
 from onptq.policy import load_policy
+from onptq.progress import QuietReporter
 from onptq.zoo.catalog import MODELS, locate
 from onptq.zoo.exam import examine
+from onptq.zoo.outliers import Outliers
 from onptq.zoo.suite import items
+from onptq.zoo.train.finish import finish
 
 # In % on the first 50 test items of every task.
 RECORDED = {
@@ -123,6 +126,19 @@ def test_the_command_scores_a_model_and_writes_its_card(tmp_path):
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "old" not in card
     assert f"{score['percent']:.1f}%" in card
+
+
+def test_training_ends_with_the_outliers_and_scores_that_are_shipped(tmp_path):
+    shipped, folder = locate("zoo:qwen2.5-vl"), tmp_path / "model"
+    shutil.copytree(shipped, folder)
+    (folder / "outliers.json").unlink()
+    finish(folder, 2, QuietReporter())
+    found, expected = (Outliers.read(one / "outliers.json").blocks for one in (folder, shipped))
+    chosen = [
+        (set(block[place]), set(other[place])) for block, other in zip(found, expected, strict=True) for place in block
+    ]
+    assert sum(len(a & b) for a, b in chosen) > 0.97 * sum(len(b) for _, b in chosen)  # ties may fall the other way
+    assert "| caption | right facts |" in (folder / "README.md").read_text(encoding="utf-8")
 
 
 def test_scores_go_into_the_card_of_a_folder_only():

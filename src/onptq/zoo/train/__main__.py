@@ -10,13 +10,13 @@ import typer
 
 from onptq.errors import OnPTQError
 
-DEFAULT_MINUTES = 9.0
+DEFAULT_MINUTES = 7.0
 
 
 def run(
     family: Annotated[str, typer.Option(help="qwen2.5-vl, qwen3-vl or qwen2.5-omni")],
     out: Annotated[Path, typer.Option(help="new folder for the checkpoint")],
-    minutes: Annotated[float | None, typer.Option(help="whole run, at most; 9 unless --steps is given")] = None,
+    minutes: Annotated[float | None, typer.Option(help="of training, at most; 7 unless --steps is given")] = None,
     steps: Annotated[int | None, typer.Option(help="at most")] = None,
     batch: Annotated[int, typer.Option(help="lessons in a step")] = 512,
     lr: Annotated[float, typer.Option(help="peak learning rate")] = 2e-3,
@@ -26,9 +26,12 @@ def run(
     seed: Annotated[int, typer.Option()] = 0,
     device: Annotated[str, typer.Option(help="cuda, or cpu for trying it out")] = "cuda",
     compile: Annotated[bool, typer.Option(help="compile the blocks, on a GPU")] = True,
+    exam: Annotated[bool, typer.Option(help="choose outliers and write the scores into the model card")] = True,
+    items: Annotated[int | None, typer.Option(help="per task in the exam; the whole test split unless given")] = None,
 ) -> None:
-    """Train an embedded model from scratch and write its checkpoint folder."""
+    """Train an embedded model from scratch and write its checkpoint folder, as it is shipped."""
     from onptq.progress import RichReporter
+    from onptq.zoo.train.finish import finish
     from onptq.zoo.train.loop import Training, train
 
     reporter = RichReporter()
@@ -47,6 +50,8 @@ def run(
             compiled=compile,
         )
         train(training, out, reporter)
+        if exam:
+            finish(out, items, reporter)
     except OnPTQError as error:
         sys.stderr.write(f"error: {error}\n")
         raise typer.Exit(1) from None
