@@ -213,10 +213,10 @@ def _answered(policy: Policy, prompts: Sequence[EncodedPrompt]) -> list[EncodedP
     """The prompts with the dense model's greedy answers: most decisions are taken there, not in the prompt."""
     from onptq.cycle.follow import follow
     from onptq.cycle.prefixes import Prefixes
+    from onptq.methods.layerwise import answer_prompts
 
-    trajectories = follow(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS), side="D")
-    answers = [torch.tensor(trajectory.tokens, device=policy.device) for trajectory in trajectories]
-    return [prompt.extended(answer, policy.embed(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+    responses = follow(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS), side="D")
+    return [one.sequence for one in answer_prompts(policy, prompts, responses)]
 
 
 def apply_outliers(tensors: Mapping[str, Tensor], outliers: Outliers, config: Mapping[str, Any]) -> dict[str, Tensor]:

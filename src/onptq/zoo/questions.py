@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from random import Random
 
-from onptq.zoo.scenes import COLORS, Scene, Sign, Thing, sample_scene, sample_sign
+from onptq.zoo.scenes import COLORS, Scene, Sign, Thing, sample_scene, sample_sign, sign_words
 from onptq.zoo.sprites import SHAPES
 
 LETTERS = "ABCD"
@@ -262,7 +262,7 @@ def ask_read(scene: Scene, rng: Random, sign: Sign | None = None) -> Question:
     sign = sign or rng.choice(scene.signs)
     first = sign == scene.signs[0]
     which = "" if len(scene.signs) == 1 else "upper " if first else "lower "
-    return Question(rng.choice(READ).format(which=which), sign.text, "word" if sign.text.isalpha() else "string")
+    return Question(rng.choice(READ).format(which=which), sign.text, "word" if sign.text in sign_words() else "string")
 
 
 def choice_scene(rng: Random, split: str) -> Scene:

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from random import Random
 
-from onptq.zoo.sprites import FONTS, SHAPES, Picture, Sprite, glyph_cell, shape_cell
+from onptq.zoo.sprites import CANVAS, CHARACTERS, FONTS, SHAPES, Picture, Sprite, glyph_cell, shape_cell
 
 RGB = tuple[int, int, int]
 
@@ -32,9 +32,7 @@ GROUNDS: dict[str, RGB] = {
     "mint": (205, 240, 215),
     "sky": (200, 225, 250),
 }
-LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # what signs are made of: without I, O, 0 and 1, which fonts confuse
 
-CANVAS = 1792  # units; 16 to a pixel of a 112-pixel picture
 LARGE, SMALL = (74, 88), (42, 54)  # edge of a thing, in hundredths of its cell
 SHADES = 26  # by how much each part of a thing's colour varies
 PLAIN, FAINT = 150, 100  # least difference of a sign's letters from its plate
@@ -133,7 +131,7 @@ def sample_sign(rng: Random) -> str:
     """Half of the signs are words, half are random strings of 3 to 6 characters."""
     if rng.random() < 0.5:
         return rng.choice(sign_words())
-    return "".join(rng.choices(LETTERS, k=rng.randint(3, 6)))
+    return "".join(rng.choices(CHARACTERS, k=rng.randint(3, 6)))
 
 
 @cache
@@ -148,9 +146,9 @@ def glosses() -> dict[str, dict[str, str]]:
 
 
 @cache
-def sign_words() -> list[str]:
+def sign_words() -> tuple[str, ...]:
     words = (word.upper() for word, parts in glosses().items() if "noun" in parts and 3 <= len(word) <= 6)
-    return [word for word in words if set(word) <= set(LETTERS)]
+    return tuple(word for word in words if set(word) <= set(CHARACTERS))
 
 
 def draw_scene(scene: Scene, rng: Random) -> Picture:
