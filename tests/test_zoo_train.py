@@ -178,7 +178,7 @@ def test_the_word_by_word_speller_agrees_with_the_tokenizer(words: str) -> None:
 
 def test_the_loss_is_taken_on_every_answer_and_its_end_and_nowhere_else(words: str) -> None:
     layout, tokenizer = layout_of(words, "qwen2.5-vl"), Tokenizer.from_str(words)
-    batch = make_pictures(layout, seed=0, step=3, size=16, targets=count_targets(layout, 16))
+    batch = make_pictures(layout, seed=0, step=3, size=16, targets=count_targets(layout, 16, SEEN), shares=SEEN)
     rng = Random("0/3")
     for index in range(16):
         lesson = make_lesson(rng, SEEN)
@@ -191,7 +191,7 @@ def test_the_loss_is_taken_on_every_answer_and_its_end_and_nowhere_else(words: s
         assert parts
         assert parts == answers[: len(parts)]
         assert (batch["ids"].ravel()[batch["spots"][at] + 1] == said).all()
-    assert len(set(batch["spots"].tolist())) == len(batch["spots"]) == count_targets(layout, 16)
+    assert len(set(batch["spots"].tolist())) == len(batch["spots"]) == count_targets(layout, 16, SEEN)
 
 
 def _split(ids: list[int], end: int) -> list[list[int]]:

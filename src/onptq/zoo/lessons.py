@@ -13,6 +13,7 @@ from onptq.zoo.questions import (
     LISTEN,
     Question,
     ask_choice,
+    ask_open,
     ask_read,
     ask_short,
     ask_spoken,
@@ -49,6 +50,12 @@ def _choice(rng: Random) -> Lesson:
     """Several questions about one picture, so that looking at it pays more than once."""
     scene = choice_scene(rng, "train")
     return Lesson("choice", draw_scene(scene, rng), None, _asked(ask_choice, scene, rng))
+
+
+def _open(rng: Random) -> Lesson:
+    """Without options every wrong answer is one of many: relations are learned sooner than from letters."""
+    scene = choice_scene(rng, "train")
+    return Lesson("open", draw_scene(scene, rng), None, _asked(ask_open, scene, rng))
 
 
 def _answer(rng: Random) -> Lesson:
@@ -128,6 +135,7 @@ MAKERS: dict[str, Callable[[Random], Lesson]] = {
     "speech": _speech,
     "listen": _listen,
     "spoken caption": _spoken_caption,
+    "open": _open,
 }
 SEEN = {"choice": 0.38, "answer": 0.12, "read": 0.28, "caption": 0.18, "define": 0.04}
 SPOKEN = {"speech": 0.3, "listen": 0.5, "spoken caption": 0.2}

@@ -42,13 +42,22 @@ def plural(shape: str) -> str:
 
 def ask_choice(scene: Scene, rng: Random) -> Question:
     """A question that takes a step of reasoning, with four options of which one is right."""
-    kinds = list(CHOICES)
+    kind, (text, right, wrong) = _reason(scene, rng, list(CHOICES))
+    return _with_options(text, right, wrong, kind, rng)
+
+
+def ask_open(scene: Scene, rng: Random) -> Question:
+    """The same without options: the answer itself is to be said."""
+    kind, (text, right, _) = _reason(scene, rng, [kind for kind in CHOICES if kind != "true"])
+    return Question(text, right, kind)
+
+
+def _reason(scene: Scene, rng: Random, kinds: list[str]) -> tuple[str, tuple[str, str, Sequence[str]]]:
     rng.shuffle(kinds)
     for kind in kinds:
         asked = CHOICES[kind](scene, rng)
         if asked is not None:
-            text, right, wrong = asked
-            return _with_options(text, right, wrong, kind, rng)
+            return kind, asked
     raise AssertionError("counting is always possible")
 
 

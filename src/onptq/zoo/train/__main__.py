@@ -10,14 +10,14 @@ import typer
 
 from onptq.errors import OnPTQError
 
-DEFAULT_MINUTES = 7.0
+MINUTES = 8.0
 
 
 def run(
     family: Annotated[str, typer.Option(help="qwen2.5-vl, qwen3-vl or qwen2.5-omni")],
     out: Annotated[Path, typer.Option(help="new folder for the checkpoint")],
-    minutes: Annotated[float | None, typer.Option(help="of training, at most; 7 unless --steps is given")] = None,
-    steps: Annotated[int | None, typer.Option(help="at most")] = None,
+    minutes: Annotated[float, typer.Option(help="of training, at most")] = MINUTES,
+    steps: Annotated[int | None, typer.Option(help="at most", show_default="those of the shipped model")] = None,
     batch: Annotated[int, typer.Option(help="lessons in a step")] = 512,
     lr: Annotated[float, typer.Option(help="peak learning rate")] = 2e-3,
     workers: Annotated[int, typer.Option(help="processes that make lessons")] = 4,
@@ -31,15 +31,18 @@ def run(
 ) -> None:
     """Train an embedded model from scratch and write its checkpoint folder, as it is shipped."""
     from onptq.progress import RichReporter
+    from onptq.zoo.train.checkpoint import check_family
+    from onptq.zoo.train.curricula import CURRICULA
     from onptq.zoo.train.finish import finish
     from onptq.zoo.train.loop import Training, train
 
     reporter = RichReporter()
     try:
+        check_family(family)
         training = Training(
             family=family,
-            minutes=DEFAULT_MINUTES if minutes is None and steps is None else minutes,
-            steps=steps,
+            minutes=minutes,
+            steps=CURRICULA[family].steps if steps is None else steps,
             batch=batch,
             lr=lr,
             workers=workers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onptq.errors import OnPTQError
-from onptq.zoo.lessons import MAKERS, SEEN, SLOTS, SPOKEN, Lesson, make_lesson, sample_texts
+from onptq.zoo.lessons import MAKERS, SLOTS, SPOKEN, Lesson, make_lesson, sample_texts
 from onptq.zoo.speech import Utterance, sample_voice, speak
 from onptq.zoo.tokens import TokenSet, train_words
 from onptq.zoo.train.forward import FRAMES, MEDIA_AT, PICTURE_TOKENS
@@ -123,16 +123,16 @@ class Layout:
         return (ids, answers) if any(answers) else None
 
 
-def make_pictures(layout: Layout, seed: int, step: int, size: int, targets: int) -> Arrays:
+def make_pictures(layout: Layout, seed: int, step: int, size: int, targets: int, shares: Mapping[str, float]) -> Arrays:
     """The batch of one step with its `targets`, the same for the same seed and step whoever makes it."""
-    lessons, rows = _draw(layout, Random(f"{seed}/{step}"), size)
+    lessons, rows = _draw(layout, Random(f"{seed}/{step}"), size, shares)
     text = _rows(rows, layout.pad)
     return {"ids": text["ids"], **find_targets(**text, room=targets), **_picture_arrays(lessons)}
 
 
-def count_targets(layout: Layout, size: int) -> int:
+def count_targets(layout: Layout, size: int, shares: Mapping[str, float]) -> int:
     """Room for the targets of nearly every batch of this size: a fixed number, so that shapes never change."""
-    _, rows = _draw(layout, Random("targets"), 512)
+    _, rows = _draw(layout, Random("targets"), 512, shares)
     return target_room(_rows(rows, layout.pad)["answers"], size)
 
 
@@ -142,11 +142,11 @@ def target_room(answers: NDArray[Any], size: int) -> int:
     return min(-(-int(usual) // 64) * 64, size * LENGTH)
 
 
-def _draw(layout: Layout, rng: Random, size: int) -> tuple[list[Lesson], list[Row]]:
+def _draw(layout: Layout, rng: Random, size: int, shares: Mapping[str, float]) -> tuple[list[Lesson], list[Row]]:
     lessons: list[Lesson] = []
     rows: list[Row] = []
     while len(rows) < size:
-        lesson = make_lesson(rng, SEEN)
+        lesson = make_lesson(rng, shares)
         row = layout.row(lesson, LENGTH)
         if row is not None:
             lessons.append(lesson)

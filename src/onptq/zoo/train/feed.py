@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
 from onptq.errors import OnPTQError
+from onptq.zoo.lessons import SEEN
 from onptq.zoo.tokens import TokenSet
 from onptq.zoo.train.collate import Arrays, Layout, make_pictures, make_sounds
 
@@ -27,6 +28,7 @@ class Order:
     seed: int
     size: int
     targets: int | None
+    shares: Mapping[str, float] = field(default_factory=lambda: SEEN)  # of the kinds of lessons with pictures
 
     def batches(self, first: int, stride: int) -> Iterator[Arrays]:
         from tokenizers import Tokenizer
@@ -37,7 +39,7 @@ class Order:
             if self.targets is None:
                 yield make_sounds(layout, self.seed, step, self.size)
             else:
-                yield make_pictures(layout, self.seed, step, self.size, self.targets)
+                yield make_pictures(layout, self.seed, step, self.size, self.targets, self.shares)
             step += stride
 
 

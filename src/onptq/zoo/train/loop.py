@@ -25,6 +25,7 @@ from onptq.zoo.train.blocks import trusted_attention
 from onptq.zoo.train.card import write_card
 from onptq.zoo.train.checkpoint import VOCAB, WORDS, build_model, check_family, side, write_settings, write_weights
 from onptq.zoo.train.collate import KINDS, LENGTH, Arrays, Layout, count_targets, train_tokenizer
+from onptq.zoo.train.curricula import CURRICULA
 from onptq.zoo.train.feed import Feed, Order
 from onptq.zoo.train.forward import Forward, Rows
 from onptq.zoo.train.optimize import Optimizer
@@ -55,7 +56,7 @@ class Training:
     spoken_share: float = 0.2  # of Omni's steps, once there are spoken lessons: seeing takes longer to learn
     speakers: int = 3  # worker processes that speak
     sounds: int = 120_000  # spoken lessons kept
-    first_sounds: int = 4096  # spoken lessons before the first of them is used
+    first_sounds: int = 50_000  # spoken lessons before the first of them is used: a model that sees learns to hear fast
     late_warmup: int = 100  # spoken steps until what only they train, the audio tower, learns as fast as the rest
     ctc: float = 0.3
     tokenizer_lessons: int = 4000
@@ -83,8 +84,9 @@ def train(training: Training, out: Path, reporter: Reporter | None = None) -> Pa
     with ExitStack() as stack:
         stack.enter_context(trusted_attention())
         order = partial(Order, plain, seed=training.seed)
-        targets = count_targets(Layout.of(Tokenizer.from_str(plain), QWEN), training.batch)
-        pictures = order(QWEN, size=training.batch, targets=targets)
+        shares = CURRICULA[training.family].shares
+        targets = count_targets(Layout.of(Tokenizer.from_str(plain), QWEN), training.batch, shares)
+        pictures = order(QWEN, size=training.batch, targets=targets, shares=shares)
         feed = stack.enter_context(Feed(pictures, training.workers))
         speech = None
         if training.family == "qwen2.5-omni":
