@@ -8,47 +8,85 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onptq.cli import suite as suites
+from onptq.cli.drawing import draw_calibration, draw_items, draw_prompts, largest_data, needs_calibration
 from onptq.cli.quantize import NAMED, ZOO, make_reporter, resolve_recipe, use_one_thread
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
-    from onptq.data.prompts import Prompt
-    from onptq.evaluate.candidates import Candidate
-    from onptq.evaluate.items import Item
     from onptq.evaluate.report import ReportTable
-    from onptq.progress import Reporter
-    from onptq.recipe import DataConfig
 
 PROMPTS = 64
-NO_TASKS = "none"
 SPLITS = ("test", "held-out")
+SUITE_PANEL = "Suites"
 
 
 def compare(
-    dense: Annotated[str, typer.Argument(help="The dense model: a folder, a hub id, or a name of `onptq zoo list`.")],
+    dense: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DENSE",
+            help="The dense model: a folder, a hub id, or a name of `onptq zoo list`.",
+            show_default=False,
+        ),
+    ] = None,
     candidates: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="CANDIDATE...",
             help="Checkpoint folders that transformers loads, whoever made them (NAME=FOLDER names one), or METHOD:SCHEME "
-            "to be built here, e.g. rtn:W4A8, search:W4A6, onptq:W4A8@paper with a preset of its own.",
+            "to be built here, e.g. rtn:W4A8, search:W4A6, onptq:W4A8@paper with a preset of its own, onptq:W4A8#1 with a seed.",
+            show_default=False,
         ),
-    ],
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of DENSE and CANDIDATEs: main (tables of all embedded models, schemes and methods) or smoke (a try).",
+            rich_help_panel=SUITE_PANEL,
+        ),
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of its models, e.g. zoo:qwen2.5-vl; processes can share them out.", rich_help_panel=SUITE_PANEL
+        ),
+    ] = None,
+    schemes: Annotated[
+        str | None, typer.Option(help="Some of its schemes, e.g. W4A8,W4A6.", rich_help_panel=SUITE_PANEL)
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Some of its methods, e.g. static,onptq.", rich_help_panel=SUITE_PANEL)
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            help="Further seeds to build the methods with that have one, e.g. 1,2.", rich_help_panel=SUITE_PANEL
+        ),
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(help="Embedded tasks, e.g. choice,read; or none.", show_default="all that the model can be given"),
     ] = None,
     items: Annotated[
-        int | None, typer.Option(min=1, help="Items per task.", show_default="400 in all, e.g. 100 of 4 tasks")
+        int | None,
+        typer.Option(
+            min=1, help="Items per task.", show_default="400 in all, e.g. 100 of 4 tasks; whole splits in suite main"
+        ),
     ] = None,
     prompts: Annotated[
-        int, typer.Option(min=0, help="Prompts on which behaviour is compared, state by state; 0 for none.")
-    ] = PROMPTS,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Prompts on which behaviour is compared, state by state; 0 for none.",
+            show_default=f"{PROMPTS}; 128 in suite main",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             help="Folder of the results, item by item; candidates that are in it already are not run again.",
-            show_default="the model's name, e.g. qwen2.5-vl-compared",
+            show_default="the model's name, e.g. qwen2.5-vl-compared, or main-suite",
         ),
     ] = None,
     manifest: Annotated[
@@ -58,6 +96,14 @@ def compare(
         Path | None,
         typer.Option(help="Manifest of prompts to build candidates with; models of the zoo bring their own."),
     ] = None,
+    critical: Annotated[
+        bool,
+        typer.Option(
+            "--critical",
+            help="Also measure margin flips on joint-critical states: those where plain rounding goes astray and it matters, "
+            "the same for all candidates of a scheme.",
+        ),
+    ] = False,
     split: Annotated[
         str, typer.Option(help="Where embedded items and prompts come from: test, or held-out while you tune.")
     ] = SPLITS[0],
@@ -65,7 +111,7 @@ def compare(
         str | None,
         typer.Option(
             help="Preset of the candidates built here: light, default, best, paper or zoo.",
-            show_default="zoo for models of the zoo, else default",
+            show_default="zoo for models of the zoo, else default; in suites the suite's",
         ),
     ] = None,
     changes: Annotated[
@@ -82,7 +128,22 @@ def compare(
     """Compare CANDIDATEs with DENSE and with each other. Killed at any moment, the same command continues."""
     if split not in SPLITS:
         raise OnPTQError(f"--split {split}: expected one of {', '.join(SPLITS)}")
+    suites.check_options(
+        suite,
+        only_in_suites={"--models": models, "--schemes": schemes, "--methods": methods, "--seeds": seeds},
+        never_in_suites={"DENSE": dense, "CANDIDATE": candidates, "--manifest": manifest, "--calibration": calibration},
+    )
     reporter = make_reporter(quiet, json)
+    if suite is not None:
+        selection = suites.Selection(models, schemes, methods, seeds, tasks, items, prompts, split)
+        tables = suites.run(suite, out, selection, preset, changes or [], seed, device, critical, reporter)
+        if json:
+            reporter.result(tables)
+        elif not quiet:
+            suites.print_goals(tables, out or suites.default_out(suite))
+        return
+    if dense is None or not candidates:
+        raise OnPTQError("expected DENSE and at least one CANDIDATE, or --suite main")
     of_the_zoo = dense.startswith(ZOO)
     if of_the_zoo:
         use_one_thread()
@@ -95,17 +156,20 @@ def compare(
 
     parsed = parse_candidates(candidates, recipe, changes or [])
     family = find_source(dense).family.name
-    data = _largest_data(parsed, recipe.data)
-    known, held_out = _calibration(family, calibration, data, of_the_zoo, parsed, reporter)
+    data = largest_data(parsed, recipe.data)
+    known, held_out = (
+        draw_calibration(family, calibration, data, of_the_zoo, reporter) if needs_calibration(parsed) else ([], [])
+    )
     report = comparison.compare(
         dense,
         parsed,
         default_out(dense) if out is None else out,
-        items=_items(family, tasks, items, split, reporter),
-        prompts=_prompts(family, manifest, prompts, split, data.holdout, reporter),
+        items=draw_items(family, tasks, items, split, reporter),
+        prompts=draw_prompts(family, manifest, PROMPTS if prompts is None else prompts, split, data.holdout, reporter),
         calibration=known,
         holdout=held_out,
         recipe=recipe,
+        critical=critical,
         reporter=reporter,
     )
     if json:
@@ -154,78 +218,3 @@ def _rendered(table: ReportTable, stacked: bool = False) -> Any:
     for row in table.rows:
         rendered.add_row(*(Text(cell.replace(" [", "\n[") if stacked else cell) for cell in row))
     return rendered
-
-
-def _items(family: str, tasks: str | None, per_task: int | None, split: str, reporter: Reporter) -> list[Item]:
-    from onptq.zoo.materials import ITEMS
-    from onptq.zoo.suite import SIDES, items, tasks_of
-
-    if tasks == NO_TASKS or (tasks is None and family not in SIDES):
-        return []
-    known = tasks_of(family)
-    chosen = known if tasks is None else list(dict.fromkeys(task.strip() for task in tasks.split(",")))
-    for task in chosen:
-        if task not in known:
-            raise OnPTQError(
-                f"--tasks: unknown task {task!r} for {family}; expected {NO_TASKS}, or of {', '.join(known)}"
-            )
-    count = max(1, ITEMS // len(chosen)) if per_task is None else per_task
-    drawn = []
-    with reporter.phase("Draw items", total=len(chosen) * count, unit="items") as bar:
-        for task in chosen:
-            for item in items(family, task, split, count):
-                drawn.append(item)
-                bar.advance()
-    return drawn
-
-
-def _prompts(
-    family: str, manifest: Path | None, count: int, split: str, spent: int, reporter: Reporter
-) -> list[Prompt]:
-    """`spent` held-out prompts choose the best iterate of what is built, so they cannot judge it."""
-    if manifest is not None:
-        from onptq.data.manifest import load_manifest
-
-        return load_manifest(manifest, limit=count)
-    from onptq.zoo.suite import SIDES, prompts
-
-    if not count or family not in SIDES:
-        return []
-    first = spent if split == "held-out" else 0
-    with reporter.phase("Draw prompts", total=count, unit="prompts") as bar:
-        drawn = prompts(family, split, first + count)[first:]
-        bar.advance(count)
-    return drawn
-
-
-def _calibration(
-    family: str,
-    manifest: Path | None,
-    data: DataConfig,
-    of_the_zoo: bool,
-    candidates: list[Candidate],
-    reporter: Reporter,
-) -> tuple[list[Prompt], list[Prompt]]:
-    """As many prompts as the most demanding candidate wants, and those that choose its best iterate."""
-    from onptq.evaluate.candidates import Built
-
-    if not any(isinstance(one, Built) and one.method != "rtn" for one in candidates):
-        return [], []
-    if manifest is not None:
-        from onptq.data.manifest import load_manifest
-        from onptq.data.manifest import split as divide
-
-        return divide(load_manifest(manifest), prompts=data.prompts, holdout=data.holdout, share=data.holdout_share)
-    if not of_the_zoo:
-        raise OnPTQError("candidates that are built here need --calibration PROMPTS, a .jsonl or .parquet manifest")
-    from onptq.zoo.materials import draw_prompts
-
-    return draw_prompts(family, data, reporter)
-
-
-def _largest_data(candidates: list[Candidate], base: DataConfig) -> DataConfig:
-    from onptq.evaluate.candidates import Built
-
-    wanted = [base, *(one.recipe.data for one in candidates if isinstance(one, Built))]
-    most = {name: max(getattr(one, name) for one in wanted) for name in ("prompts", "holdout")}
-    return base.model_copy(update=most)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,17 @@ from onptq.recipe import Recipe, parse_override
 from onptq.schemes import Scheme
 
 DENSE = "dense"
-CYCLE = ("static", "onptq")  # built by the whole job; every other method gives its theta at once
+# Built by the whole job, by the recipe with these changes; every other method gives its theta at once.
+CYCLE: Mapping[str, Mapping[str, Any]] = {
+    "static": {"method": "static"},
+    "uniform": {"method": "onptq", "select.rule": "all"},  # every on-policy state, all with the same weight
+    "onptq": {"method": "onptq"},
+}
 
 
 @dataclass(frozen=True)
 class Built:
-    """`method:scheme`, or `method:scheme@preset` where another preset than the comparison's is wanted."""
+    """`method:scheme`, with `@preset` or `#seed` where another than the comparison's is wanted."""
 
     name: str
     method: str
@@ -47,8 +52,8 @@ Candidate = Built | Made
 
 
 def parse_candidates(texts: Sequence[str], recipe: Recipe, overrides: Iterable[str] = ()) -> list[Candidate]:
-    """Folders, `name=folder`, and `method:scheme[@preset]`. `recipe` is what built ones follow where they say nothing else,
-    `overrides` (FIELD=VALUE) holds for those that name a preset too."""
+    """Folders, `name=folder`, and `method:scheme[@preset][#seed]`. `recipe` is what built ones follow where they say nothing
+    else, `overrides` (FIELD=VALUE) holds for those that name a preset too."""
     changes = list(overrides)
     found = [_parse(text, recipe, changes) for text in texts]
     names = [one.name for one in found]
@@ -89,6 +94,7 @@ def _parse(text: str, recipe: Recipe, changes: Sequence[str]) -> Candidate:
         close = difflib.get_close_matches(method, method_names(), n=1, cutoff=0.6)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise OnPTQError(f"candidate {text!r}: unknown method{hint}; expected one of {', '.join(method_names())}")
+    rest, number, seed = rest.partition("#")
     scheme, at, preset = rest.partition("@")
     base = recipe
     if at:
@@ -96,16 +102,24 @@ def _parse(text: str, recipe: Recipe, changes: Sequence[str]) -> Candidate:
             f"compute.{name}": value for name, value in recipe.compute.model_dump().items()
         }
         base = Recipe.preset(preset, dict(map(parse_override, changes)) | shared)
-    own: dict[str, Any] = {"scheme": scheme}
-    if method in CYCLE:
-        own["method"] = method
+    own: dict[str, Any] = {"scheme": scheme} | dict(CYCLE.get(method, {}))
+    if number:
+        own["seed"] = _seed(text, method, seed)
     try:
         resolved = base.with_overrides(own)
     except OnPTQError as error:
         raise OnPTQError(f"candidate {text!r}: {error}") from error
     if not Scheme.parse(resolved.scheme).quantizes_weights:
         raise OnPTQError(f"candidate {text!r} leaves the weights in 16 bits; expected W2 to W8")
-    return Built(f"{method}:{resolved.scheme}{at}{preset}", method, resolved)
+    return Built(f"{method}:{resolved.scheme}{at}{preset}{number}{seed}", method, resolved)
+
+
+def _seed(text: str, method: str, seed: str) -> int:
+    if method not in CYCLE:
+        raise OnPTQError(f"candidate {text!r}: nothing in {method} is random; only {', '.join(CYCLE)} take a seed")
+    if not (seed.isascii() and seed.isdigit()):
+        raise OnPTQError(f"candidate {text!r}: {seed!r} is no seed; expected a whole number, e.g. {method}:W4A8#1")
+    return int(seed)
 
 
 def _is_checkpoint(text: str) -> bool:

@@ -6,8 +6,7 @@ them, and a later one with the same dense model, items and prompts adds candidat
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,32 +15,43 @@ from typing import Any
 import torch
 
 from onptq import __version__
-from onptq.bank import States, write_trajectories
+from onptq.bank import write_trajectories
 from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.evaluate.answers import Questions, answer, check_items, read_answers, write_answers
+from onptq.evaluate.answers import Questions, answer, check_items, write_answers
 from onptq.evaluate.behaviour import compare_rollouts
 from onptq.evaluate.build import build_at_once, build_by_the_cycle, folder_bytes
-from onptq.evaluate.candidates import DENSE, Built, Candidate, Made, parse_candidates, slug
+from onptq.evaluate.candidates import DENSE, Built, Candidate, Made, parse_candidates
+from onptq.evaluate.critical import bank_candidates, judge_critical
 from onptq.evaluate.hall import Hall
 from onptq.evaluate.items import Item, items_digest
+from onptq.evaluate.kept import (
+    ANSWERS,
+    COST,
+    ROLLOUTS,
+    STATES,
+    THETA,
+    check_same,
+    is_complete,
+    kept,
+    note_identity,
+    parts,
+)
 from onptq.evaluate.reader import load_reader, open_checkpoint
 from onptq.evaluate.report import markdown
 from onptq.evaluate.statistics import REPLICATES, Resampler
-from onptq.evaluate.summary import Results, summarize
+from onptq.evaluate.summary import summarize
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source
 from onptq.policy import Side
 from onptq.progress import LoggedReporter, NamedReporter, QuietReporter, Reporter
 from onptq.quantizer.theta import Theta
-from onptq.recipe import Recipe, difference
+from onptq.recipe import Recipe
 from onptq.run import Run, atomically, to_json
 
 REPORT, WORDS = "report.json", "report.md"
-IDENTITY, THETA, COST = "identity.json", "theta.safetensors", "cost.json"
-ANSWERS, ROLLOUTS, STATES = "answers.parquet", "trajectories.parquet", "states.parquet"
 
 
 def compare(
@@ -54,6 +64,7 @@ def compare(
     calibration: Sequence[Prompt] = (),
     holdout: Sequence[Prompt] = (),
     recipe: Recipe | None = None,
+    critical: bool = False,
     replicates: int = REPLICATES,
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -61,7 +72,8 @@ def compare(
 
     `items` are answered and graded; `prompts` are followed and held against the dense model. `calibration` and `holdout`
     are for candidates that are built here: the first so many of them as the candidate's recipe says. `recipe` gives the
-    device, the length of a rollout, the seed, and what built candidates follow that name no preset.
+    device, the length of a rollout, the seed, and what built candidates follow that name no preset. With `critical`, margins
+    are also taken on the joint-critical states of plain rounding, which then is a candidate too.
     """
     recipe, reporter = recipe or Recipe(), reporter or QuietReporter()
     if not items and not prompts:
@@ -69,6 +81,8 @@ def compare(
     if items:
         check_items(items)
     parsed = [one if not isinstance(one, str) else parse_candidates([one], recipe)[0] for one in candidates]
+    banks = bank_candidates(parsed, recipe) if critical and prompts else {}
+    parsed += [one for one in banks.values() if one.name not in {other.name for other in parsed}]
     source = find_source(dense)
     prompts = [replace(prompt, ordinal=ordinal) for ordinal, prompt in enumerate(prompts)]
     records = {one.name: _record(one, source, calibration, holdout) for one in parsed}
@@ -78,13 +92,14 @@ def compare(
         identity = _identity(source, source.sha256(bar.advance), items, prompts, recipe, dtype)
     with Run.open(out, identity, warn=reporter.warn) as run:
         for name, record in records.items():
-            _check_same(run, name, record)
+            check_same(run, name, record)
         for name, record in records.items():
-            _note(run, name, record)
+            note_identity(run, name, record)
         hall = Hall(source, recipe, device, dtype, items, prompts, calibration, run, LoggedReporter(reporter, run.log))
         _build([one for one in parsed if isinstance(one, Built)], hall, holdout)
         _examine(parsed, hall)
-        results = _kept(run, bool(items), bool(prompts))
+        judge_critical([one for one in parsed if isinstance(one, Built)], banks, hall)
+        results = kept(run, bool(items), bool(prompts))
         report = {"dense": source.name} | summarize(
             items, [prompt.ordinal for prompt in prompts], results, Resampler(recipe.seed, replicates)
         )
@@ -97,25 +112,25 @@ def compare(
 def _build(candidates: Sequence[Built], hall: Hall, holdout: Sequence[Prompt]) -> None:
     """Every theta that is not there yet, before anything is examined: nothing but the calibration is in memory."""
     run = hall.run
-    waiting = [one for one in candidates if not run.has(*_parts(one.name, COST))]
+    waiting = [one for one in candidates if not run.has(*parts(one.name, COST))]
     for one in sorted(waiting, key=lambda one: (one.by_the_cycle, str(one.scheme))):
         if one.by_the_cycle:
             hall.rest()
             named = NamedReporter(hall.reporter, one.name)
-            folder = run.file(*_parts(one.name, "run"))
+            folder = run.file(*parts(one.name, "run"))
             theta, cost = build_by_the_cycle(one, hall.source, hall.calibration, holdout, folder, hall.device, named)
         else:
             policy = hall.policy(one.scheme)
             prompts = [] if one.method == "rtn" else hall.known(one.recipe.data.prompts)
             theta, cost = build_at_once(policy, one, prompts, hall.source, hall.reporter)
-        with run.writing(*_parts(one.name, THETA)) as path:
+        with run.writing(*parts(one.name, THETA)) as path:
             theta.save(path)
-        run.write_json(cost, *_parts(one.name, COST))
+        run.write_json(cost, *parts(one.name, COST))
 
 
 def _examine(candidates: Sequence[Candidate], hall: Hall) -> None:
     run = hall.run
-    waiting = [one for one in candidates if not _complete(run, one.name, bool(hall.items), bool(hall.prompts))]
+    waiting = [one for one in candidates if not is_complete(run, one.name, bool(hall.items), bool(hall.prompts))]
     built = sorted((one for one in waiting if isinstance(one, Built)), key=lambda one: str(one.scheme))
     if not run.has(DENSE, COST):
         if built:
@@ -125,9 +140,9 @@ def _examine(candidates: Sequence[Candidate], hall: Hall) -> None:
         run.write_json({"checkpoint_bytes": folder_bytes(hall.source.shards)}, DENSE, COST)
     for one in built:
         policy = hall.policy(one.scheme)
-        policy.freeze(Theta.load(run.file(*_parts(one.name, THETA)), hall.device), keep_dequantized=True)
+        policy.freeze(Theta.load(run.file(*parts(one.name, THETA)), hall.device), keep_dequantized=True)
         if hall.items:
-            _answer(hall, _parts(one.name, ANSWERS), one.name, hall.questions, "Q")
+            _answer(hall, parts(one.name, ANSWERS), one.name, hall.questions, "Q")
         if hall.prompts:
             prefixes = hall.prefixes()
             prefixes.forget("Q")
@@ -148,25 +163,25 @@ def _examine_made(made: Made, hall: Hall) -> None:
             "expected a quantized version of the same model"
         )
     if hall.items:
-        _answer(hall, _parts(made.name, ANSWERS), made.name, lambda: hall.ask(policy, f"Encode items {made.name}"), "Q")
+        _answer(hall, parts(made.name, ANSWERS), made.name, lambda: hall.ask(policy, f"Encode items {made.name}"), "Q")
     if hall.prompts:
         encoded = hall.encode(policy, hall.prompts, f"Encode prompts {made.name}")
         _follow(hall, made.name, hall.prefixes(), hall.batched(policy, encoded, 0))
-    run.write_json({"checkpoint_bytes": folder_bytes(source.shards)}, *_parts(made.name, COST))
+    run.write_json({"checkpoint_bytes": folder_bytes(source.shards)}, *parts(made.name, COST))
 
 
-def _answer(hall: Hall, parts: Sequence[str], name: str, questions: Callable[[], Questions], side: Side) -> None:
-    if hall.run.has(*parts):
+def _answer(hall: Hall, home: Sequence[str], name: str, questions: Callable[[], Questions], side: Side) -> None:
+    if hall.run.has(*home):
         return
     asked = questions()
     with hall.reporter.phase(f"Answer {name}", total=len(hall.items), unit="items") as bar:
         given = answer(asked, side, bar.advance)
-    with hall.run.writing(*parts) as path:
+    with hall.run.writing(*home) as path:
         write_answers({name: given}, path)
 
 
 def _follow(hall: Hall, name: str, dense: Prefixes, candidate: Prefixes) -> None:
-    if hall.run.has(*_parts(name, STATES)):
+    if hall.run.has(*parts(name, STATES)):
         return
     total = len(hall.prompts)
     with hall.reporter.phase(f"Follow {name}", total=total, unit="prompts") as bar:
@@ -176,9 +191,9 @@ def _follow(hall: Hall, name: str, dense: Prefixes, candidate: Prefixes) -> None
             states = compare_rollouts(dense, candidate, rollouts, bar.advance)
         except OnPTQError as error:
             raise OnPTQError(f"{name}: {error}") from error
-    with hall.run.writing(*_parts(name, ROLLOUTS)) as path:
+    with hall.run.writing(*parts(name, ROLLOUTS)) as path:
         write_trajectories(rollouts, path)
-    with hall.run.writing(*_parts(name, STATES)) as path:
+    with hall.run.writing(*parts(name, STATES)) as path:
         states.write(path)
 
 
@@ -220,47 +235,3 @@ def _record(
         settings = recipe.model_dump(exclude={"compute"})
         return record | {"holdout": manifest_digest(holdout[: data.holdout]), "recipe": settings}
     return record
-
-
-def _check_same(run: Run, name: str, record: Mapping[str, Any]) -> None:
-    home = run.file(*_parts(name))
-    if not any(path.name != IDENTITY for path in home.glob("*")):  # nothing is kept of it
-        return
-    differences = difference(run.read_json(*_parts(name, IDENTITY)), json.loads(to_json(record)))
-    if differences:
-        raise OnPTQError(
-            f"{run.folder} has results of another {name} (there -> here):\n  "
-            + "\n  ".join(differences)
-            + "\nGive this one another name (NAME=FOLDER, METHOD:SCHEME@PRESET), or use another --out. Nothing was changed"
-        )
-
-
-def _note(run: Run, name: str, record: Mapping[str, Any]) -> None:
-    parts = _parts(name, IDENTITY)
-    if not run.has(*parts) or run.read_json(*parts) != json.loads(to_json(record)):
-        run.write_json(record, *_parts(name, IDENTITY))
-
-
-def _kept(run: Run, with_answers: bool, with_states: bool) -> dict[str, Results]:
-    """The dense model's results, then those of every candidate that is complete, in the order they were begun."""
-    folders = sorted(run.file("candidates").glob(f"*/{IDENTITY}"), key=lambda path: (path.stat().st_mtime_ns, path))
-    names = [json.loads(path.read_text(encoding="utf-8"))["name"] for path in folders]
-    complete = [name for name in names if _complete(run, name, with_answers, with_states)]
-    homes = {DENSE: (DENSE,)} | {name: _parts(name) for name in complete}
-    return {
-        name: Results(
-            read_answers(run.file(*home, ANSWERS))[name] if with_answers else (),
-            States.read(run.file(*home, STATES)) if with_states and name != DENSE else None,
-            run.read_json(*home, COST),
-        )
-        for name, home in homes.items()
-    }
-
-
-def _complete(run: Run, name: str, with_answers: bool, with_states: bool) -> bool:
-    needed = [COST, *([ANSWERS] if with_answers else []), *([STATES] if with_states else [])]
-    return all(run.has(*_parts(name, file)) for file in needed)
-
-
-def _parts(name: str, *file: str) -> tuple[str, ...]:
-    return "candidates", slug(name), *file

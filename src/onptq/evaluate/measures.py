@@ -11,6 +11,7 @@ from onptq.bank import States
 from onptq.evaluate.answers import Answer
 from onptq.evaluate.behaviour import per_prompt
 from onptq.evaluate.items import Item
+from onptq.evaluate.margins import Margins
 from onptq.evaluate.scores import paired
 from onptq.evaluate.statistics import Column, Measure, Part
 
@@ -39,6 +40,11 @@ BEHAVIOUR = {
     "kl_after_fork": Label("KL after the fork", digits=4),
     "js_at_fork": Label("JS at the fork", digits=4),
     "forked": Label("prompts with a fork", percent=True),
+}
+# On the joint-critical states that all candidates of a scheme share, not on a candidate's own.
+CRITICAL = {
+    "critical_flips": Label("margin flips", percent=True),
+    "critical_erosion": Label("critical erosion", digits=3),
 }
 # Numerator and denominator of each, among the sums of `per_prompt`; the mean over prompts where the latter is absent.
 _RATIOS: Mapping[str, tuple[str, str | None]] = {
@@ -74,7 +80,7 @@ def labels(items: Sequence[Item]) -> dict[str, Label]:
     }
     if any(not label.less_is_better for label in scores.values()):
         scores[AVERAGE] = Label("average score", False, True)
-    return scores | CHANGES | BEHAVIOUR
+    return scores | CHANGES | BEHAVIOUR | CRITICAL
 
 
 def score_measures(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, Measure]:
@@ -113,6 +119,22 @@ def behaviour_measures(states: States, prompts: Sequence[int]) -> dict[str, Meas
             (Part(PROMPTS, sums[top], ones if bottom is None else sums[bottom]),), 100 if BEHAVIOUR[name].percent else 1
         )
         for name, (top, bottom) in _RATIOS.items()
+    }
+
+
+def critical_measures(margins: Margins, prompts: Sequence[int]) -> dict[str, Measure]:
+    """Of the joint-critical states, how many have lost their margin, and how much of it each has lost on average."""
+    order = {prompt: place for place, prompt in enumerate(prompts)}
+    place = np.array([order[prompt] for prompt in margins.prompt[margins.critical].tolist()], np.int64)
+    quant, dense = margins.quant[margins.critical], margins.dense[margins.critical]
+
+    def total(values: Column) -> Column:
+        return np.bincount(place, values.astype(np.float64), minlength=len(prompts))
+
+    count = total(np.ones(len(place)))
+    return {
+        "critical_flips": Measure((Part(PROMPTS, total(quant < 0), count),), 100),
+        "critical_erosion": Measure((Part(PROMPTS, total(np.maximum(dense - quant, 0)), count),)),
     }
 
 

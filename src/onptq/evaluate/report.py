@@ -12,6 +12,13 @@ from onptq.evaluate.statistics import fewest_differing
 ABSENT = "-"
 FEW = 50  # clusters below which a percentile bootstrap is too narrow
 BEHAVIOUR = ("kl", "js", "mismatch", "erosion", "first_fork", "js_before_fork", "js_after_fork")
+CRITICAL = ("critical_flips", "critical_erosion")
+CRITICAL_NOTE = (
+    "Margin flips and critical erosion: on joint-critical states, the same for all candidates of a scheme. These are decisions "
+    "that plain rounding (rtn) changes on its own answers, and whose consequence over 16 tokens is among the largest fifth of "
+    "all its states. A margin is flipped where the reference token lies below the competitor of that state; for rtn that is "
+    "so by definition."
+)
 SAID = {"better": "better in", "worse": "worse in", "open": "not distinguishable in", "same": "equal in"}
 
 
@@ -59,6 +66,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         f"p < {1 - bootstrap['confidence']:.2g}. Nothing is corrected for the number of comparisons "
         f"({pairs} {'pair' if pairs == 1 else 'pairs'})."
     ]
+    if not report["all_paired"]:
+        found.append("So many candidates are paired with the dense model and with those of the same scheme alone.")
     few = [f"{count} {what}" for what, count in _clusters(report) if 0 < count < FEW]
     if few:
         found.append(
@@ -70,8 +79,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
 def markdown(report: Mapping[str, Any]) -> str:
     lines = [f"# {report['dense']} and its quantized candidates", ""]
     for table in tables(report):
-        lines += [f"## {table.title}", "", _row(table.header), "|---" * len(table.header) + "|"]
-        lines += [*map(_row, table.rows), "", table.note, ""]
+        lines += [f"## {table.title}", "", row(table.header), "|---" * len(table.header) + "|"]
+        lines += [*map(row, table.rows), "", table.note, ""]
     lines += ["## What is and is not distinguishable", "", *(f"- {one}" for one in sentences(report)), ""]
     return "\n".join([*lines, *notes(report)]) + "\n"
 
@@ -102,9 +111,11 @@ def _scores(report: Mapping[str, Any]) -> ReportTable:
 
 def _behaviour(report: Mapping[str, Any]) -> ReportTable:
     known = report["labels"]
-    header = ["", *(known[name]["name"] + (" %" if known[name]["percent"] else "") for name in BEHAVIOUR)]
+    critical = any(name in model["figures"] for model in report["models"].values() for name in CRITICAL)
+    columns = (*BEHAVIOUR, *(CRITICAL if critical else ()))
+    header = ["", *(known[name]["name"] + (" %" if known[name]["percent"] else "") for name in columns)]
     rows = [
-        [name, *(_estimate(model["figures"], known, key) for key in BEHAVIOUR)]
+        [name, *(_estimate(model["figures"], known, key) for key in columns)]
         for name, model in report["models"].items()
         if name != DENSE
     ]
@@ -112,7 +123,7 @@ def _behaviour(report: Mapping[str, Any]) -> ReportTable:
         f"Each candidate on its own greedy answers to {report['prompts']} held-out prompts, against the dense model on the same "
         "token ids. KL, JS in nats and erosion in logits, per token; first fork: tokens until the first decision that differs."
     )
-    return ReportTable("Behaviour", header, rows, note)
+    return ReportTable("Behaviour", header, rows, f"{note} {CRITICAL_NOTE}" if critical else note)
 
 
 def _cost(report: Mapping[str, Any]) -> ReportTable:
@@ -131,7 +142,7 @@ _DIRECTIONS = ("right_to_wrong", "wrong_to_right")
 
 def _told(report: Mapping[str, Any], pair: Mapping[str, Any]) -> set[str]:
     scores = {*report["models"][DENSE].get("tasks", {}), "average"}
-    return scores if pair["first"] == DENSE else {*scores, "flips", "changed", *BEHAVIOUR}
+    return scores if pair["first"] == DENSE else {*scores, "flips", "changed", *BEHAVIOUR, *CRITICAL}
 
 
 def _difference(name: str, verdict: str, pair: Mapping[str, Any], label: Mapping[str, Any]) -> str:
@@ -188,5 +199,5 @@ def _size(size: int | None) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def _row(cells: Sequence[str]) -> str:
+def row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,83 @@
+"""A candidate's margins on states that others visited: the same prefixes and the same two tokens for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from onptq.bank import MISMATCH, NEAR_MISS, Column, States, Trajectory
+from onptq.cycle.branch import branch
+from onptq.cycle.compare import padded_responses, pair_margin, state_rows
+from onptq.cycle.prefixes import Prefixes
+
+HORIZON = 16  # tokens over which a consequence is measured here, whatever the calibration looks ahead
+TOP = 0.2  # share of all states that count as consequential
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Margins:
+    """One row per state of a bank, in its order."""
+
+    prompt: Column  # int32
+    t: Column  # int32
+    dense: Column  # float32, m_D
+    quant: Column  # float32, m_Q of this candidate for the bank's reference and competitor
+    critical: Column  # bool, joint-critical
+
+    def write(self, path: Path) -> None:
+        pq.write_table(pa.table({name: pa.array(column) for name, column in vars(self).items()}), path)
+
+    @classmethod
+    def read(cls, path: Path) -> Margins:
+        table = pq.read_table(path)
+        return cls(**{name: table[name].to_numpy() for name in table.column_names})
+
+
+def joint_critical(
+    prefixes: Prefixes,
+    trajectories: Sequence[Trajectory],
+    states: States,
+    *,
+    horizon: int = HORIZON,
+    advance: Advance = lambda states: None,
+) -> States:
+    """Critical are mismatches whose consequence lies in the top fifth of all states. Every state is branched for that."""
+    everywhere = states.with_columns(kind=np.full(len(states), NEAR_MISS, np.int8))
+    branched = branch(prefixes, trajectories, everywhere, horizon=horizon, advance=advance)
+    bar = np.quantile(branched.consequence, 1 - TOP) if len(states) else 0.0
+    critical = (states.kind == MISMATCH) & (branched.horizon > 0) & (branched.consequence >= bar)
+    return branched.with_columns(kind=states.kind, critical=critical)
+
+
+@torch.no_grad()
+def margins_on(
+    candidate: Prefixes,
+    trajectories: Sequence[Trajectory],
+    bank: States,
+    advance: Advance = lambda prompts: None,
+) -> Margins:
+    """Q reads the bank's rollouts and says what its margins are there (Eq. 5)."""
+    by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
+    quant = np.empty(len(bank), np.float32)
+    size = state_rows(candidate.policy.vocabulary, models=1)
+    for index, batch in enumerate(candidate.batches):
+        hidden = candidate.follow(index, "Q", padded_responses(batch, by_prompt))[1]  # [B, T, d]
+        for place, prompt in enumerate(batch.prompts):
+            here = np.flatnonzero(bank.prompt == prompt.ordinal)
+            for rows in np.split(here, range(size, len(here), size)):
+                steps, reference, competitor = (
+                    torch.from_numpy(column[rows].astype(np.int64)).to(hidden.device)
+                    for column in (bank.t - 1, bank.reference, bank.competitor)
+                )
+                margin = pair_margin(candidate.policy.logits(hidden[place, steps]), reference, competitor)
+                quant[rows] = margin.float().cpu().numpy()
+        advance(len(batch.prompts))
+    return Margins(bank.prompt, bank.t, bank.margin_dense, quant, bank.critical)
