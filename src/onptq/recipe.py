@@ -117,6 +117,9 @@ class SelectConfig(Config):
         default=None, ge=1, description="k states of every prompt instead of a global top K_c"
     )
     weights: Literal["risk", "uniform"] = Field(default="risk", description="w: proportional to risk, or all equal")
+    floor: Real = Field(
+        default=0.0, ge=0, le=1, description="share of the weight that is spread evenly over every visited state"
+    )
 
 
 class CalibrateConfig(Config):

@@ -63,14 +63,14 @@ def make_items(
     *,
     modality_balanced: bool = False,
 ) -> list[Item]:
-    """One item per prompt, with its critical states; the anchor's weights sum to 1 over all prompts (Eq. 14's 1 / |U|)."""
+    """One item per prompt, with its weighted states; the anchor's weights sum to 1 over all prompts (Eq. 14's 1 / |U|)."""
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     share = _anchor_share(prompts, modality_balanced)
     items = []
     for prompt in prompts:
         rows = np.zeros(0, np.int64)
         if states is not None:
-            rows = np.flatnonzero((states.prompt == prompt.ordinal) & states.critical)
+            rows = np.flatnonzero((states.prompt == prompt.ordinal) & (states.weight > 0))
         items.append(_make_item(policy, prompt, by_prompt.get(prompt.ordinal), states, rows, share))
     return items
 

@@ -25,7 +25,8 @@ def score(states: States, cfg: RiskConfig) -> States:
 
 
 def select(states: States, cfg: SelectConfig, *, risk: RiskConfig | None = None, seed: int = 0) -> States:
-    """Eqs. 10-11 and the ablated rules. Ties go to the earlier prompt, then the earlier token, so that two runs agree."""
+    """Eqs. 10-11 and the ablated rules, with a floor under the weights. Ties go to the earlier prompt, then the earlier token, so
+    that two runs agree."""
     eligible, rank = _rank(states, cfg.rule, risk or RiskConfig(), seed)
     order = np.lexsort((states.t, states.prompt, -rank))
     order = order[eligible[order]]
@@ -42,7 +43,8 @@ def select(states: States, cfg: SelectConfig, *, risk: RiskConfig | None = None,
     total = weight.sum()
     if total == 0 and len(chosen):
         weight[chosen], total = 1.0, float(len(chosen))
-    return states.with_columns(critical=critical, weight=(weight / (total or 1.0)).astype(np.float32))
+    weight = (1 - cfg.floor) * weight / (total or 1.0) + cfg.floor / max(1, len(states))
+    return states.with_columns(critical=critical, weight=weight.astype(np.float32))
 
 
 def _divergence(states: States, cfg: RiskConfig) -> Column:

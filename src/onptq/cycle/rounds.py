@@ -112,7 +112,7 @@ class Cycle:
         states = self._state_step(committed, compute)
         self.run.file(*compared).unlink(missing_ok=True)
         self.run.log("bank", round=k, **bank_figures(states))
-        if not states.critical.any() and self.recipe.calibrate.gamma > 0:
+        if not states.weight.any() and self.recipe.calibrate.gamma > 0:
             self.reporter.warn(f"round {k + 1}: no candidate states, so the update follows the anchor alone")
         return states
 
