@@ -8,9 +8,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import soundfile
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImageProcessorPil
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    WhisperFeatureExtractor,
+)
 from typer.testing import CliRunner
 
 from onptq.cli import app
@@ -30,6 +37,11 @@ from onptq.zoo.train.finish import finish
 # In % on the first 50 test items of every task.
 RECORDED = {
     "qwen2.5-vl": {"choice": 96.0, "read": 88.0, "answer": 98.0, "caption": 99.7},
+    "qwen3-vl": {"choice": 92.0, "read": 94.0, "answer": 100.0, "caption": 100.0},
+    "qwen2.5-omni": {
+        **{"choice": 86.0, "read": 96.0, "answer": 100.0, "caption": 99.7},
+        **{"listen": 98.0, "speech": 2.6, "spoken caption": 100.0},
+    },
 }
 FILES = {
     *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
@@ -63,6 +75,7 @@ def test_all_models_together_are_small():
 @pytest.mark.parametrize("name", RECORDED)
 def test_sizes_suit_every_kernel(name):
     config = json.loads((locate(f"zoo:{name}") / "config.json").read_text(encoding="utf-8"))
+    config = config.get("thinker_config", config)
     text = config.get("text_config", config)
     assert text["hidden_size"] % 128 == text["intermediate_size"] % 128 == 0
     assert text["hidden_size"] // text["num_attention_heads"] == 64
@@ -71,24 +84,27 @@ def test_sizes_suit_every_kernel(name):
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_plain_transformers_gives_the_same_answers(name):
-    """Its own model class, tokenizer, chat template, image processor and generate, with pictures."""
-    folder, family = locate(f"zoo:{name}"), name
-    asked = [item for task in ("choice", "read", "caption") for item in items(family, task, "test", 3)]
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    """Its own model class, tokenizer, chat template, image processor, feature extractor and generate."""
+    folder = locate(f"zoo:{name}")
+    tasks = ("choice", "read", "caption", "listen", "speech") if name == "qwen2.5-omni" else ("choice", "read", "caption")
+    asked = [item for task in tasks for item in items(name, task, "test", 3)]
+    loader = Qwen2_5OmniThinkerForConditionalGeneration if name == "qwen2.5-omni" else AutoModelForImageTextToText
+    model = loader.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    see = Qwen2VLImageProcessorPil.from_pretrained(folder)
     said = []
     for item in asked:
-        (picture,) = item.prompt.images
-        seen = see(images=[Image.open(io.BytesIO(picture.read()))], return_tensors="pt")
         text = tokenizer.apply_chat_template(item.prompt.messages, tokenize=False, add_generation_prompt=True)
-        text = text.replace("<|image_pad|>", "<|image_pad|>" * 16)
+        seen = see(folder, item.prompt.images) | hear(folder, item.prompt.audios)
+        text = text.replace("<|image_pad|>", "<|image_pad|>" * 16).replace("<|IMAGE|>", "<|IMAGE|>" * 16)
+        if item.prompt.audios:
+            frames = int(seen["feature_attention_mask"].sum())
+            text = text.replace("<|AUDIO|>", "<|AUDIO|>" * ((frames + 1) // 2 // 2))
         ids = tokenizer(text, return_tensors="pt").input_ids
-        types = (ids == model.config.image_token_id).long()
+        if name != "qwen2.5-omni":
+            seen["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=types,
             **seen,
             max_new_tokens=item.max_tokens,
             do_sample=False,
@@ -98,6 +114,23 @@ def test_plain_transformers_gives_the_same_answers(name):
     policy = load_policy(source, "W16A16")
     processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
     assert said == [one.text for one in answer(Questions(policy, processor, asked), "D")]
+
+
+def see(folder, images):
+    if not images:
+        return {}
+    opened = [Image.open(io.BytesIO(image.read())) for image in images]
+    return dict(Qwen2VLImageProcessorPil.from_pretrained(folder)(images=opened, return_tensors="pt"))
+
+
+def hear(folder, sounds):
+    if not sounds:
+        return {}
+    waves = [soundfile.read(io.BytesIO(sound.read()))[0] for sound in sounds]
+    heard = WhisperFeatureExtractor.from_pretrained(folder)(
+        waves, sampling_rate=16_000, padding="max_length", return_attention_mask=True, return_tensors="pt"
+    )
+    return {"input_features": heard["input_features"], "feature_attention_mask": heard["attention_mask"]}
 
 
 @pytest.mark.parametrize("name", RECORDED)
