@@ -101,6 +101,9 @@ class RiskConfig(Config):
 
     divergence: Literal["js", "kl"] = Field(default="js", description="divergence of both j_t and A_t")
     erosion_weight: Real = Field(default=1.0, ge=0, description="weight of the erosion term e_t; 0 removes it")
+    relative: StrictBool = Field(
+        default=False, description="divide e_t by 1 + m_D: a wide margin that shrinks a little threatens no decision"
+    )
     branch_weight: Real = Field(default=1.0, ge=0, description="lambda_b: weight of the branch consequence A_t")
     divergence_weight: Real = Field(default=1.0, ge=0, description="eta: weight of the divergence j_t")
     near_miss_tol: Real = Field(default=0.0, ge=0, description="erosion up to this is no near miss (logits)")

@@ -12,6 +12,8 @@ from onptq.recipe import RiskConfig, SelectConfig
 def score(states: States, cfg: RiskConfig) -> States:
     """Eq. 9: erosion, amplified by how far its two futures separate, plus a full-vocabulary backstop."""
     erosion, divergence = states.erosion.astype(np.float64), _divergence(states, cfg).astype(np.float64)
+    if cfg.relative:
+        erosion = erosion / (1 + states.margin_dense.astype(np.float64).clip(min=0))
     amplified = cfg.erosion_weight * erosion * (1 + cfg.branch_weight * states.consequence)
     risk = np.where(states.candidates, amplified + cfg.divergence_weight * divergence, 0.0)
     broken = np.flatnonzero(~np.isfinite(erosion + divergence + risk))  # NaN logits can look like an agreement
