@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -468,8 +469,49 @@ def test_everything_beside_the_weights_is_copied_and_a_card_is_written(sources, 
     assert card.startswith("---\nbase_model: base-model\n")
     assert "LlamaForCausalLM.from_pretrained" in card
     assert "`rtn`" in card
-    assert "No serving kernel is known to run W4A6" in card
+    assert "Simulation only: no serving kernel is known to run W4A6" in card
     assert str(tmp_path) not in card
+
+
+def test_what_a_model_was_made_and_tried_with_stays_behind(sources, tmp_path):
+    source = tmp_path / "base-model"
+    shutil.copytree(sources("qwen2.5-omni-full"), source)
+    made_with = ("prompts.jsonl", "media/p000.png", "log.jsonl", "outliers.json", "optimizer.pt", "trainer_state.json")
+    weights = ("checkpoint-500/model.safetensors", "checkpoint-500/config.json", "onnx/decoder.onnx", "runs/events.out")
+    kept = ("LICENSE", "onnx/notes.txt", "preprocessor_config.json", "merges.txt")
+    for name in (*made_with, *weights, *kept):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(name.encode())
+    out = export("qwen2.5-omni-full", source, tmp_path / "out")
+    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert found == {
+        *("README.md", "config.json", "model.safetensors", "generation_config.json"),
+        *("tokenizer.json", "chat_template.jinja", "spk_dict.pt"),
+        *kept,
+    }
+    assert (out / "spk_dict.pt").read_bytes() == b"speakers"  # no pickle: it is never opened
+    assert "the source's card" not in (out / "README.md").read_text()
+
+
+def test_media_without_prompts_are_the_checkpoints_own(sources, tmp_path):
+    source = shutil.copytree(sources("llama"), tmp_path / "source")
+    (source / "media").mkdir()
+    (source / "media" / "logo.png").write_bytes(b"png")
+    assert (export("llama", source, tmp_path / "out") / "media/logo.png").read_bytes() == b"png"
+
+
+def test_keys_that_nobody_knows_and_their_order_survive(sources, tmp_path):
+    source = shutil.copytree(sources("qwen2.5-vl"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config = {
+        "zeta": {"b": [1e-06, None], "a": "é"},
+        **dict(reversed(config.items())),
+        "rope_scaling": {"type": "mrope"},
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    written = json.loads((export("qwen2.5-vl", source, tmp_path / "out") / "config.json").read_text())
+    del written["quantization_config"]
+    assert json.dumps(written) == json.dumps(config)
 
 
 def test_shards_are_readable_by_whoever_may_read_the_folder(sources, tmp_path):
@@ -641,6 +683,28 @@ def test_ignore_patterns_are_held_against_the_tensors(sources, tmp_path, caplog)
     assert "re:.*visual.* matches no tensor" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ("llama", {"intermediate_size": 512}, r"gate_proj.weight is \[384, 256\], config.json says \[512, 256\]"),
+        ("qwen2.5-vl", {"num_key_value_heads": 1}, r"k_proj.weight is \[128, 256\], config.json says \[64, 256\]"),
+        ("qwen2.5-omni-full", {"num_hidden_layers": 3}, r"there are 2 layers, config.json says 3"),
+        ("qwen3-vl", {"vocab_size": 999}, r"embed_tokens.weight is \[320, 256\], config.json says \[999, 256\]"),
+    ],
+)
+def test_a_config_that_disagrees_with_the_tensors_is_refused_before_anything_is_folded(
+    model, change, message, sources, tmp_path
+):
+    source = shutil.copytree(sources(model), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    inner = config.get("thinker_config", config)
+    inner.get("text_config", inner).update(change)
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OnPTQError, match=f"config.json and tensors disagree: .*{message}"):
+        export(model, source, tmp_path / "out", parts=(pytest.fail("folded") for _ in range(1)))
+    assert not (tmp_path / "out").exists()
+
+
 def test_sources_that_cannot_be_read_are_named(sources, tmp_path):
     good = sources("llama")
     with pytest.raises(OnPTQError, match=r"nowhere/config.json is missing"):
@@ -760,15 +824,31 @@ def die(source: str, out: str, moment: str) -> None:
     export("llama", Path(source), Path(out), "W4A16", parts=parts(), max_shard_bytes=300_000)
 
 
+def killed(source: Path, out: Path, moment: str) -> None:
+    script = f"import test_export; test_export.die({str(source)!r}, {str(out)!r}, {moment!r})"
+    child = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, check=False)
+    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    assert (out / output_folder.STAGE).exists()
+
+
+def test_an_older_export_outlives_one_that_is_killed_while_folding(sources, tmp_path):
+    source, out = sources("llama"), tmp_path / "out"
+    export("llama", source, out, "W8A8")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    killed(source, out, "folding")
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+    assert list((out / output_folder.STAGE).glob("*.partial"))  # half a shard, under a name that no reader knows
+    assert not list((out / output_folder.STAGE).glob("*.safetensors"))
+    expected = reference_logits("llama", source, Scheme.parse("W8A8"), torch.float32)
+    assert verify(out, family("llama"), [example("llama")], [expected], dtype=torch.float32).max_abs_difference == 0.0
+
+
 @pytest.mark.parametrize("moment", ["folding", "publishing"])
 def test_a_killed_export_never_looks_complete_and_can_be_repeated(moment, sources, tmp_path):
     source, out = sources("llama"), tmp_path / "out"
     if moment == "publishing":
         export("llama", source, out, "W8A8")  # an older export is there, and the new one is half in its place
-    script = f"import test_export; test_export.die({str(source)!r}, {str(out)!r}, {moment!r})"
-    child = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, check=False)
-    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
-    assert (out / output_folder.STAGE).exists()
+    killed(source, out, moment)
     assert not looks_complete(out)
     export("llama", source, out, "W4A16")
     assert sorted(path.name for path in out.glob("*.safetensors*")) == ["model.safetensors"]

@@ -41,7 +41,7 @@ TINY: dict[str, Any] = {
     "compute.batch_tokens": 200,
 }
 COMPARED = ("answers.parquet", "comparison.json")
-CHECKPOINT = ("model.safetensors", "config.json", "README.md")
+CHECKPOINT = ("model.safetensors", "config.json")
 
 
 def letters(text: str) -> Grade:

@@ -24,8 +24,11 @@ from onptq.errors import OnPTQError
 from onptq.evaluate.answers import check_items
 from onptq.evaluate.arms import compare_arms, make_arms
 from onptq.evaluate.items import Item, items_digest
+from onptq.export.card import Calibration, write_card
+from onptq.export.card_tables import read_results
 from onptq.export.compressed import check_apart, write_checkpoint
-from onptq.export.verify import verify as verify_checkpoint
+from onptq.export.examine import verify_export
+from onptq.export.trial import ask, questions
 from onptq.methods import METHODS
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source
@@ -35,7 +38,7 @@ from onptq.policy import Policy, load_policy
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
-from onptq.run import Run
+from onptq.run import Run, atomically
 from onptq.schemes import Scheme
 
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
@@ -145,6 +148,7 @@ def _run(
             ignore=source.family.ignore,
             other_models=source.family.other_models,
             method=recipe.method,
+            calibration=Calibration.of(prompts),
         )
     summary = {
         "scheme": str(scheme),
@@ -161,19 +165,36 @@ def _run(
     if evaluation is not None:
         summary["comparison"] = compare_arms(cycle, make_arms(cycle, init, theta), evaluation, processor)
         cycle.speak_as(theta)
+    _write_card(source, prompts, recipe, scheme, run)
     if verify:
         tried = [processor(prompt) for prompt in (probe_prompt(source.family.modalities), *prompts.calibration[:1])]
         with reporter.phase("Verify", total=len(tried), unit="prompts") as bar:
             expected = [_graph_logits(policy, inputs) for inputs in tried]
+            with policy.speaking("D"):
+                dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
             cycle.release()
             policy.release()
             inputs = [one.tensors for one in tried]
-            found = verify_checkpoint(run.folder, source.family, inputs, expected, dtype=dtype, device=device)
+            found, checks = verify_export(
+                run.folder, source, processor, inputs, expected, dense, dtype=dtype, device=device
+            )
             bar.advance(len(tried))
-        summary["verification"] = asdict(found)
+        for check in checks:
+            if not check.passed:
+                reporter.warn(f"{check.name}: the checkpoint {check.seen}")
+        summary["verification"] = asdict(found) | {"checks": [asdict(check) for check in checks]}
     summary["seconds"] = _phase_seconds(run)
     run.write_json(summary, "summary.json")
     return Result(run.folder, summary)
+
+
+def _write_card(source: Source, prompts: Prompts, recipe: Recipe, scheme: Scheme, run: Run) -> None:
+    """The model card again, now with what the run has measured."""
+    results = read_results(run.file(), recipe.method, recipe.seed)
+    made = Calibration.of(prompts)
+    card = write_card(source.folder, source.config, scheme, recipe.method, made, results, source.name)
+    with atomically(run.folder / "README.md") as path:
+        path.write_text(card, encoding="utf-8")
 
 
 def _encode(

@@ -79,10 +79,17 @@ class Decoder:
 
 
 def open_source(folder: Path) -> SourceCheckpoint:
-    config = _read_json(folder / "config.json")
+    """A dense checkpoint, to be rewritten."""
+    config = read_json(folder / "config.json")
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method", "unknown")
         raise OnPTQError(f"{folder} is already quantized ({method}); expected a dense checkpoint (fp32, fp16 or bf16)")
+    return open_any(folder)
+
+
+def open_any(folder: Path) -> SourceCheckpoint:
+    """A checkpoint, quantized or not: whole shards, every tensor once, and where the index says."""
+    config = read_json(folder / "config.json")
     tensors: dict[str, StoredTensor] = {}
     for file in _shards(folder):
         for name, tensor in _read_header(file):
@@ -133,7 +140,7 @@ def _is_decoder(names: Collection[str], prefix: str, layers: set[int]) -> bool:
 
 def _shards(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        files = sorted(set(_read_json(folder / INDEX).get("weight_map", {}).values()))
+        files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         if not files or any(Path(file).name != file for file in files):
             raise OnPTQError(f"{folder / INDEX}: weight_map must name files beside it, got {files or 'nothing'}")
         return [folder / file for file in files]
@@ -158,14 +165,14 @@ def _read_header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
 def _check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
     if not (folder / INDEX).is_file():
         return
-    for name, file in _read_json(folder / INDEX)["weight_map"].items():
+    for name, file in read_json(folder / INDEX)["weight_map"].items():
         if name not in tensors or tensors[name].file.name != file:
             raise OnPTQError(
                 f"{folder / INDEX} says that {file} holds {name}, but it does not; download the checkpoint again"
             )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

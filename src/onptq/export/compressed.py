@@ -18,18 +18,11 @@ import torch
 from torch import Tensor
 
 from onptq.errors import OnPTQError
-from onptq.export.card import write_card
+from onptq.export.card import Calibration, write_card
 from onptq.export.checkpoint import DTYPES, Decoder, SourceCheckpoint, StoredTensor, find_decoder, matches, open_source
-from onptq.export.folder import (
-    MAX_SHARD_BYTES,
-    STAGED_CONFIG,
-    ShardWriter,
-    companion_bytes,
-    copy_companions,
-    reported,
-    staged,
-    write_text,
-)
+from onptq.export.folder import STAGED_CONFIG, companion_bytes, copy_companions, reported, staged, write_text
+from onptq.export.shapes import disagreements
+from onptq.export.shards import MAX_SHARD_BYTES, ShardWriter, header_room
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.schemes import Scheme
 
@@ -51,24 +44,26 @@ def write_checkpoint(
     ignore: Sequence[str],
     other_models: Sequence[str] = (),
     method: str | None = None,
+    calibration: Calibration | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Rewrites `source` into `out` with the folded linears and norms in place of the decoder's own.
 
-    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"); each item is packed and let go before
-    the next one is asked for, so the host holds one output shard and little else. Either the whole checkpoint appears
-    in `out` or none of it.
+    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"); each item is packed, written and let go
+    before the next one is asked for, so the host holds one linear and the pages of the source shard it is reading. Either
+    the whole checkpoint appears in `out` or none of it. `method` and `calibration` are for the model card.
     """
     check_apart(source, out)
     checkpoint = open_source(source)
     decoder = find_decoder(checkpoint.tensors, (*ignore, *other_models))
     _check_seven(checkpoint, decoder)
+    _check_shapes(checkpoint, decoder)
     patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
     config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns))
-    card = write_card(source.absolute().name, scheme, checkpoint.config, method)
-    needed = _output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
-    with staged(out, needed) as stage:
-        shards = ShardWriter(stage, max_shard_bytes)
+    card = write_card(source, checkpoint.config, scheme, method, calibration)
+    room = header_room(_output_names(checkpoint, decoder))
+    needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
+    with staged(out, needed) as stage, ShardWriter(stage, room, max_shard_bytes) as shards:
         replaced: set[str] = set()
         for name, part in folded:
             tensors, taken = _replacement(checkpoint, decoder, name, part, scheme)
@@ -247,6 +242,13 @@ def _check_seven(checkpoint: SourceCheckpoint, decoder: Decoder) -> None:
             )
 
 
+def _check_shapes(checkpoint: SourceCheckpoint, decoder: Decoder) -> None:
+    wrong = disagreements(checkpoint.config, checkpoint.tensors, decoder)
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise OnPTQError(f"{checkpoint.folder}: config.json and tensors disagree: {wrong[0]}{more}")
+
+
 def _check_complete(decoder: Decoder, replaced: set[str]) -> None:
     missing = [name for name in decoder.linears if f"{decoder.prefix}{name}.weight" not in replaced]
     if missing:
@@ -289,7 +291,13 @@ def _with_quantization(config: dict[str, Any], quantization: dict[str, Any] | No
     return config
 
 
-def _output_bytes(checkpoint: SourceCheckpoint, decoder: Decoder, scheme: Scheme) -> int:
+def _output_names(checkpoint: SourceCheckpoint, decoder: Decoder) -> list[str]:
+    """Every name that may be written; a linear has some of its parts only."""
+    parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+    return [*checkpoint.tensors, *(f"{decoder.prefix}{name}.{part}" for name in decoder.linears for part in parts)]
+
+
+def output_bytes(checkpoint: SourceCheckpoint, decoder: Decoder, scheme: Scheme) -> int:
     total = checkpoint.weight_bytes
     if not scheme.quantizes_weights:
         return total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import warnings
@@ -49,13 +48,27 @@ def verify(
     tolerance: float | None = None,
 ) -> Verification:
     """Raises unless the reloaded checkpoint gives the expected logits, [B, T, V] per input, and the same choices."""
+    model = load(folder, family, dtype, device)
+    return hold_against(model, folder, inputs, expected, dtype=dtype, tolerance=tolerance)
+
+
+def hold_against(
+    model: Any,
+    folder: Path,
+    inputs: Sequence[Mapping[str, Tensor]],
+    expected: Sequence[Tensor],
+    *,
+    dtype: torch.dtype,
+    tolerance: float | None = None,
+) -> Verification:
+    """As `verify`, for a model that is loaded already."""
     if not inputs or len(inputs) != len(expected):
         counts = f"{len(inputs)} and {len(expected)}"
         raise OnPTQError(f"verification needs at least one input and as many expected logits, got {counts}")
     relative = TOLERANCE[dtype] if tolerance is None else tolerance
-    reloaded = reload_logits(folder, family, inputs, dtype, device)
     difference, agreed, states = 0.0, 0, 0
-    for number, (one, got, want) in enumerate(zip(inputs, reloaded, expected, strict=True)):
+    for number, (one, want) in enumerate(zip(inputs, expected, strict=True)):
+        got = logits_of(model, one)
         if got.shape != want.shape:
             raise OnPTQError(f"{folder}: input {number} gives logits {list(got.shape)}, expected {list(want.shape)}")
         real = _real_positions(one)
@@ -76,24 +89,32 @@ def reload_logits(
 ) -> list[Tensor]:
     """Logits [B, T, V] of every input, fp32, on the host, from the checkpoint as any user of transformers loads it."""
     model = load(folder, family, dtype, device)
-    logits = []
-    with torch.inference_mode():
-        for one in inputs:
-            placed = {name: _place(value, dtype, device) for name, value in one.items()}
-            logits.append(model(**placed, use_cache=False).logits.float().cpu())
-    del model
-    gc.collect()
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
-    return logits
+    return [logits_of(model, one) for one in inputs]
 
 
-def load(folder: Path, family: Loadable, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+@torch.inference_mode()
+def logits_of(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """[B, T, V] in fp32 on the host."""
+    logits: Tensor = model(**place(inputs, model), use_cache=False).logits
+    return logits.float().cpu()
+
+
+def place(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Inputs where the model is, in the type it computes in."""
+    weight = model.get_input_embeddings().weight
+    return {name: _place(value, weight.dtype, weight.device) for name, value in inputs.items()}
+
+
+def load(
+    folder: Path, family: Loadable, dtype: torch.dtype, device: torch.device | str = "cpu", *, strict: bool = True
+) -> Any:
+    """As any user of transformers loads it; `strict` asks that just the decoder's seven linears a layer are quantized."""
     import transformers
 
     options: dict[str, Any] = {}
     scheme = _read_quantization(folder)
-    if scheme is not None:
+    compressed = scheme is not None and scheme.get("quant_method") == "compressed-tensors"
+    if compressed:
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=False)
     # compressed-tensors draws bars of its own, which nothing but their stream can turn off.
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
@@ -101,14 +122,14 @@ def load(folder: Path, family: Loadable, dtype: torch.dtype, device: torch.devic
         model, report = getattr(transformers, family.model_class).from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True, **options
         )
-        if scheme is not None:
+        if compressed:
             unpack(model, dtype)
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
         if report.get(kind):  # transformers itself only warns, and fills the gap with random numbers
             raise OnPTQError(
                 f"{folder}: transformers reports {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[:5]}"
             )
-    if scheme is not None:
+    if compressed and strict:
         check_modules(model, family.ignore)
     return model.eval().to(device)
 
@@ -131,14 +152,16 @@ def check_modules(model: nn.Module, ignore: Sequence[str]) -> None:
     """All seven linears of every decoder layer carry a quantization scheme, and no other module does."""
     decoder = find_decoder({name for name, _ in model.named_parameters()}, ignore)
     linears = {decoder.prefix + name for name in decoder.linears}
-    quantized = {
-        name for name, module in model.named_modules() if getattr(module, "quantization_scheme", None) is not None
-    }
+    quantized = quantized_modules(model)
     if quantized != linears:
         raise OnPTQError(
             f"{type(model).__name__} quantizes other modules than its decoder's {len(linears)} linears: "
             f"wrongly quantized {sorted(quantized - linears)[:5]}, left out {sorted(linears - quantized)[:5]}"
         )
+
+
+def quantized_modules(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if getattr(module, "quantization_scheme", None) is not None}
 
 
 def _compare(got: Tensor, want: Tensor, relative: float, dtype: torch.dtype) -> tuple[float, int]:

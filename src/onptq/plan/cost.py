@@ -1,0 +1,174 @@
+"""How long each phase takes: operations and bytes from the shapes, divided by the rates measured on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from onptq.cycle.branch import ROW_TOKENS, TREE_TOKENS
+from onptq.export.compressed import storage_format
+from onptq.methods.layerwise import RESPONSE_TOKENS
+from onptq.methods.search import RATIOS, SAMPLE_TOKENS, STRENGTHS
+from onptq.plan.machine import Machine
+from onptq.plan.memory import WIDE, Kept
+from onptq.plan.parts import Shapes
+from onptq.plan.work import Work
+from onptq.schemes import Scheme
+
+# Linears of a 7B decoder took 325.0 of the 447.4 ms of an eager forward over 16,384 tokens on an H200 (bf16).
+LINEAR_SHARE = 0.73
+# Counted in the modules: times an operation reads or writes all of its operand.
+ROUNDING_PASSES = 10  # activations of a linear: abs, amax, divide, clamp, round, multiply
+LIVE_PASSES = 14  # a weight under theta, float32: smooth, abs, amax, divide, clamp, round, multiply
+LIVE_BACKWARD_PASSES = 36
+SEARCH_PASSES = 16  # a weight rounded once more, and the error of its output
+DEQUANTIZE_PASSES = 4
+DECIDE_PASSES = 30  # [states, V] float32: two log-softmaxes, two divergences, three argmaxes
+DENSE_OPERATIONS, QUANTIZED_OPERATIONS, LIVE_OPERATIONS = 50, 120, 260  # started per block and forward
+# Typical of one NVMe disk, and measured on one core of an EPYC; neither is probed. Per second.
+DISK_BYTES, HASH_BYTES, PACKED_CODES, UNPACKED_CODES = 1.0e9, 1.2e9, 2.0e8, 3.7e8
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds by phase, all rounds together."""
+
+    shapes: Shapes
+    work: Work
+    scheme: Scheme
+    machine: Machine
+    kept: Kept
+    checkpoint_bytes: int
+    output_bytes: int
+
+    def phases(self) -> Mapping[str, float]:
+        work = self.work
+        phases = {"Load": self.load(), "Encode": self.encode(), "Initialize": self.initialize()}
+        if work.recipe.rounds:
+            phases |= {"Follow": self.follow(), "Compare": self.compare()}
+            phases |= {"Branch": self.branch()} if work.candidates else {}
+            phases |= {"Calibrate": self.calibrate()}
+        return phases | {"Export": self.export(), "Verify": self.verify()}
+
+    @property
+    def compute(self) -> int:
+        return self.machine.dtype.itemsize
+
+    def dense(self, tokens: int, forwards: int, keys: float, operations: int = DENSE_OPERATIONS) -> float:
+        """`tokens` in `forwards` calls through the decoder, each token seeing `keys` others on average."""
+        shapes, machine = self.shapes, self.machine
+        flops = tokens * (2 * shapes.linears + 4 * shapes.query * keys * shapes.layers)
+        read = forwards * shapes.linears * self.compute
+        started = forwards * shapes.layers * operations * machine.launch
+        return max(flops / machine.flops, read / machine.bandwidth) / LINEAR_SHARE + started
+
+    def quantized(self, tokens: int, forwards: int, keys: float) -> float:
+        """The same for a frozen Q: activations are rounded on the way, weights dequantized where they are not kept."""
+        moved = self.rounded_activations(tokens)
+        if not self.kept.dequantized:
+            moved += forwards * self.shapes.linears * self.compute * DEQUANTIZE_PASSES
+        return self.dense(tokens, forwards, keys, QUANTIZED_OPERATIONS) + moved / self.machine.bandwidth
+
+    def rounded_activations(self, tokens: int) -> float:
+        if not self.scheme.quantizes_activations:
+            return 0.0
+        widths = 5 * self.shapes.hidden + self.shapes.query + self.shapes.ffn
+        return tokens * widths * self.shapes.layers * self.compute * ROUNDING_PASSES
+
+    def head(self, states: int, passes: int) -> float:
+        """Logits of `states`, and so many passes over them."""
+        shapes, machine = self.shapes, self.machine
+        flops = 2 * states * shapes.vocabulary * shapes.hidden
+        return flops / machine.flops + states * shapes.vocabulary * WIDE * passes / machine.bandwidth
+
+    def load(self) -> float:
+        return self.checkpoint_bytes / HASH_BYTES + self.checkpoint_bytes / DISK_BYTES
+
+    def encode(self) -> float:
+        """Towers, once per prompt: every patch or frame meets every parameter."""
+        units = self.work.every * self.work.media_tokens * self.shapes.patches
+        return 2 * units * (self.shapes.vision + self.shapes.audio) / self.machine.flops / LINEAR_SHARE
+
+    def initialize(self) -> float:
+        work, shapes = self.work, self.shapes
+        if work.recipe.init == "rtn" or not work.prompts:
+            return self.folding()
+        answered = work.prompt_tokens + RESPONSE_TOKENS
+        batches = ceil(work.prompts / max(1, work.batch_tokens // answered))
+        rollouts = self.dense(work.prompts * work.prompt_tokens, batches, work.prompt_tokens / 2)
+        rollouts += self.dense(work.prompts * RESPONSE_TOKENS, batches * RESPONSE_TOKENS, answered)
+        passes = self.dense(work.prompts * answered, work.prompts, answered / 2)
+        tried = len(STRENGTHS) + 1 + len(RATIOS) + 1
+        sampled = min(SAMPLE_TOKENS, work.prompts * answered)
+        flops, moved = 2 * sampled * shapes.linears * tried, tried * shapes.linears * WIDE * SEARCH_PASSES
+        return rollouts + passes + flops / self.machine.flops + moved / self.machine.bandwidth
+
+    def folding(self) -> float:
+        return self.shapes.linears * WIDE * LIVE_PASSES / self.machine.bandwidth
+
+    def follow(self) -> float:
+        """Prefill and one forward per response token, batch by batch; held-out prompts before each round and at the end."""
+        work = self.work
+        once = self.folding() + self._rollouts(work.prompts, work.batches)
+        held_out = self._rollouts(work.holdout, work.held_out_batches)
+        return work.banks * once + (work.recipe.rounds + 1) * held_out
+
+    def _rollouts(self, prompts: int, batches: int) -> float:
+        work = self.work
+        prefill = self.quantized(prompts * work.prompt_tokens, batches, work.prompt_tokens / 2)
+        decode = self.quantized(prompts * work.response_tokens, batches * work.response_tokens, work.length)
+        return prefill + decode + self.head(prompts * work.response_tokens, 1)
+
+    def compare(self) -> float:
+        work = self.work
+        runs = (
+            (work.banks, work.prompts, work.batches),
+            (work.recipe.rounds + 1, work.holdout, work.held_out_batches),
+        )
+        seconds = 0.0
+        for times, prompts, batches in runs:
+            tokens = prompts * work.response_tokens
+            both = self.dense(tokens, batches, work.length) + self.quantized(tokens, batches, work.length)
+            prefill = self.dense(prompts * work.prompt_tokens, batches, work.prompt_tokens / 2)
+            seconds += times * (both + self.head(2 * tokens, DECIDE_PASSES // 2)) + prefill
+        return seconds
+
+    def branch(self) -> float:
+        """Q takes horizon - 1 steps over all branches of a batch at once, D reads them in one forward."""
+        work, horizon = self.work, self.work.recipe.branch.horizon
+        share = max(1, min(TREE_TOKENS // work.rows, ROW_TOKENS) // (2 * horizon))
+        forests = work.batches * ceil(work.candidates / max(1, work.prompts) / share)
+        grown, read = 2 * work.candidates * (horizon - 1), 2 * work.candidates * horizon
+        once = self.quantized(grown, forests * (horizon - 1), work.length + ROW_TOKENS)
+        once += self.dense(read, forests, work.length + ROW_TOKENS)
+        return work.banks * (once + self.head(grown, 1) + self.head(read, DECIDE_PASSES // 2))
+
+    def calibrate(self) -> float:
+        work, calibrate = self.work, self.work.recipe.calibrate
+        length = work.length if work.critical else work.prompt_tokens
+        tokens = calibrate.epochs * work.prompts * length
+        forwards = 2 if calibrate.checkpointing else 1  # once more inside backward
+        learned = forwards * self.live(tokens, work.micro_batches, length)
+        backward = 2 * self.live(tokens, 0, length)  # the gradients of inputs and of weights are a product each
+        backward += work.micro_batches * self.shapes.linears * WIDE * LIVE_BACKWARD_PASSES / self.machine.bandwidth
+        judged = self.live(work.judgements * work.micro_batch * work.length, work.judgements, work.length)
+        targets = self.dense(work.every * length, work.every, length / 2)
+        states = self.head(5 * calibrate.epochs * work.critical, DECIDE_PASSES)
+        return work.recipe.rounds * (learned + backward + judged + targets + states)
+
+    def live(self, tokens: int, forwards: int, length: int) -> float:
+        """A forward that is differentiable in theta: every weight is smoothed and rounded anew."""
+        moved = self.rounded_activations(tokens) + forwards * self.shapes.linears * WIDE * LIVE_PASSES
+        return self.dense(tokens, forwards, length / 2, LIVE_OPERATIONS) + moved / self.machine.bandwidth
+
+    def export(self) -> float:
+        return self.packed / PACKED_CODES + (self.checkpoint_bytes + self.output_bytes) / DISK_BYTES
+
+    def verify(self) -> float:
+        forward = 2 * self.dense(2 * self.work.prompt_tokens, 2, self.work.prompt_tokens / 2)
+        return self.output_bytes / DISK_BYTES + self.packed / UNPACKED_CODES + forward
+
+    @property
+    def packed(self) -> int:
+        return self.shapes.linears if storage_format(self.scheme) == "pack-quantized" else 0

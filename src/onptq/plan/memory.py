@@ -1,0 +1,227 @@
+"""How many bytes each phase holds, term by term. A term stands for tensors that are alive together at the phase's peak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onptq.cycle.branch import ROW_TOKENS, TREE_TOKENS
+from onptq.cycle.compare import LOGIT_BYTES
+from onptq.job import SHARE_OF_FREE
+from onptq.methods.layerwise import RESPONSE_TOKENS
+from onptq.methods.search import SAMPLE_TOKENS
+from onptq.plan.parts import Shapes
+from onptq.plan.work import Work
+from onptq.schemes import Scheme
+
+WIDE = 4  # bytes of a float32: theta, smoothed weights, errors and logits, whatever the compute dtype
+THETA_COPIES = 7  # learned, its start, gradient, two moments, the best so far, what a round hands on
+OFFSET_COPIES = 3  # learned, gradient, the best so far; from the second round on also what it was given and its start
+DECIDE_COPIES = 8  # [states, V]: two logits, two log-softmaxes, their middle, and three on the way to a sum
+LOSS_COPIES = 12  # the same with what backward needs
+FOLD_COPIES = 4  # of a weight on its way to codes: smoothed, scaled, clamped, rounded
+
+Terms = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the run decides to hold between steps, from what is free once the model is loaded."""
+
+    prefixes: int  # bytes, for calibration and held-out prompts each
+    targets: int
+    dequantized: bool
+
+    @classmethod
+    def of(cls, free: int, cache_gib: float | None, block_bytes: int) -> Kept:
+        budget = int(SHARE_OF_FREE * free) if cache_gib is None else int(cache_gib * 2**30)
+        return cls(budget // 2, budget // 2, cache_gib is None and block_bytes < SHARE_OF_FREE * free / 2)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device that computes, by phase and term."""
+
+    shapes: Shapes
+    work: Work
+    scheme: Scheme
+    compute: int  # bytes of a number in the compute dtype
+    storage: int  # in the checkpoint
+    kept: Kept
+
+    def phases(self) -> Mapping[str, Terms]:
+        phases = {"Load": self.load(), "Encode": self.encode(), "Initialize": self.initialize()}
+        if self.work.recipe.rounds:
+            phases |= {"Follow": self.follow(), "Compare": self.compare()}
+            phases |= {"Branch": self.branch()} if self.work.candidates else {}
+            phases |= {"Calibrate": self.calibrate()}
+        return phases | {"Export": self.export(), "Verify": self.verify()}
+
+    @property
+    def weights(self) -> int:
+        return self.shapes.loaded * self.compute
+
+    @property
+    def prompts(self) -> int:
+        """Every encoded prompt, and once more padded into batches; DeepStack's features likewise."""
+        shapes, work = self.shapes, self.work
+        tokens = 2 * work.prompt_tokens + shapes.deepstack * (work.media_tokens + work.prompt_tokens)
+        return work.every * tokens * shapes.hidden * self.compute
+
+    @property
+    def token_cache(self) -> int:
+        """Keys and values of one token in every block."""
+        return 2 * self.shapes.layers * self.shapes.kv * self.compute
+
+    def prefixes(self, sides: int) -> int:
+        """Kept caches of `sides` policies, for calibration and held-out prompts, each within its budget."""
+        each = (count * self.work.length * self.token_cache * sides for count in (self.work.prompts, self.work.holdout))
+        return sum(min(self.kept.prefixes, size) for size in each)
+
+    def quantized(self) -> Terms:
+        """Q as it is deployed: codes and steps, and its weights as floats where they are kept between forwards."""
+        shapes = self.shapes
+        floats = shapes.linears if self.kept.dequantized else 2 * shapes.largest
+        return {
+            "int8 codes": shapes.linears + shapes.steps * self.storage,
+            "dequantized weights": floats * self.compute,
+            **self.offsets(1),
+        }
+
+    def activations(self, tokens: int, keys: int, quantized: bool = True) -> int:
+        """The widest moment of a block without gradients, for `tokens` that see `keys` each."""
+        shapes, c = self.shapes, self.compute
+        mlp = (4 if quantized and self.scheme.quantizes_activations else 3) * shapes.ffn + 2 * shapes.hidden
+        attention = 4 * shapes.query + 2 * shapes.kv + 3 * shapes.hidden
+        masks = keys * (1 + c)
+        return tokens * (c * max(mlp, attention) + 2 * WIDE * shapes.hidden + masks)
+
+    def logits(self, states: int, models: int, copies: int) -> int:
+        """Chunks of [states, V] in float32; a chunk of `models` models takes at most LOGIT_BYTES."""
+        rows = min(states, max(1, LOGIT_BYTES // (WIDE * models * self.shapes.vocabulary)))
+        return rows * self.shapes.vocabulary * WIDE * copies
+
+    def load(self) -> Terms:
+        return {"weights": self.weights}
+
+    def encode(self) -> Terms:
+        shapes, work = self.shapes, self.work
+        patches = work.media_tokens * shapes.patches
+        width = 16 * int((max(shapes.vision, shapes.audio) / (12 * 32)) ** 0.5)  # of a tower of 32 layers of 12 w^2
+        return self.load() | {"prompts": self.prompts, "tower activations": patches * width * self.compute}
+
+    def initialize(self) -> Terms:
+        shapes, work, c = self.shapes, self.work, self.compute
+        base = self.load() | {"prompts": self.prompts}
+        if work.recipe.init == "rtn" or not work.prompts:
+            return base | {"folding": self.folding()}
+        answered = work.prompt_tokens + RESPONSE_TOKENS
+        rows = max(1, min(work.prompts, work.batch_tokens // answered))
+        rollouts = {
+            "prefix caches": work.prompts * answered * self.token_cache,
+            "activations": self.activations(rows * work.prompt_tokens, work.prompt_tokens, quantized=False),
+        }
+        widths = 2 * shapes.hidden + shapes.query + shapes.ffn
+        sampled = {
+            "answered prompts": work.prompts * answered * shapes.hidden * c,
+            # Twice: prompt by prompt, and joined.
+            "sampled inputs": 2 * min(SAMPLE_TOKENS, work.prompts * answered) * widths * shapes.layers * c,
+        }
+        return base | max(rollouts, sampled, key=_total)
+
+    def folding(self) -> int:
+        return self.shapes.largest * (FOLD_COPIES * WIDE + self.compute)
+
+    def follow(self) -> Terms:
+        work, shapes = self.work, self.shapes
+        return {
+            **self.resident(),
+            **self.quantized(),
+            "prefix caches": self.prefixes(2 if work.banks > 1 else 1),
+            "activations": self.activations(work.rows * work.prompt_tokens, work.prompt_tokens),
+            "logits": work.rows * shapes.vocabulary * WIDE,
+        }
+
+    def compare(self) -> Terms:
+        work = self.work
+        states = work.rows * work.response_tokens
+        prefill = self.activations(work.rows * work.prompt_tokens, work.prompt_tokens, quantized=False)
+        deciding = self.logits(states, 2, DECIDE_COPIES)
+        return {
+            **self.resident(),
+            **self.quantized(),
+            "prefix caches": self.prefixes(2),
+            **({"activations": prefill} if prefill > deciding else {"logits": deciding}),
+        }
+
+    def branch(self) -> Terms:
+        work, shapes, horizon = self.work, self.shapes, self.work.recipe.branch.horizon
+        forks = -(-work.candidates // max(1, work.prompts))
+        share = max(1, min(TREE_TOKENS // work.rows, ROW_TOKENS) // (2 * horizon))
+        tokens = 2 * min(forks, share) * horizon  # in one row
+        keys = work.length + tokens
+        joined = (
+            2 * work.rows * keys * (shapes.kv + shapes.query) * self.compute
+        )  # prefix and tree, once per query head
+        return {
+            **self.resident(),
+            **self.quantized(),
+            "prefix caches": self.prefixes(2),
+            "tree caches": work.rows * tokens * self.token_cache + joined,
+            "activations": self.activations(work.rows * tokens, keys, quantized=False),
+            "logits": self.logits(work.rows * tokens // 2, 2, DECIDE_COPIES),
+        }
+
+    def calibrate(self) -> Terms:
+        work, shapes, calibrate = self.work, self.shapes, self.work.recipe.calibrate
+        length = work.length if work.critical or work.holdout else work.prompt_tokens
+        tokens = work.micro_batch * length
+        target = work.every * length * shapes.layers * shapes.hidden * self.compute
+        alive = 1 if calibrate.checkpointing else shapes.layers
+        states = -(-work.critical * work.micro_batch // max(1, work.prompts))
+        terms = {
+            **self.resident(),
+            "answered prompts": work.every * length * shapes.hidden * self.compute,
+            "prefix caches": self.prefixes(1),
+            "dense targets": min(self.kept.targets, target),
+            "theta and optimizer": (shapes.smoothing + shapes.steps) * WIDE * THETA_COPIES,
+            "residual streams and errors": shapes.layers * tokens * shapes.hidden * (self.compute + WIDE),
+            "weights in the graph": alive * self.live_weights() + self.folding(),
+            "activations in the graph": alive * self.graph_activations(tokens, length),
+            "logits": self.logits(states, 4, LOSS_COPIES),
+        }
+        return terms | self.offsets(OFFSET_COPIES + (2 if work.recipe.rounds > 1 else 0))
+
+    def offsets(self, copies: int) -> Terms:
+        rounding = self.work.recipe.calibrate.rounding and self.work.recipe.rounds
+        return {"rounding offsets": self.shapes.linears * WIDE * copies} if rounding else {}
+
+    def live_weights(self) -> int:
+        """What backward keeps of a block's weights: smoothed and its magnitude in float32, as a float32 copy where they
+        are not one already, and rounded in the compute dtype."""
+        return self.shapes.block * ((2 if self.compute == WIDE else 3) * WIDE + self.compute)
+
+    def graph_activations(self, tokens: int, keys: int) -> int:
+        """What backward keeps of one block's inputs: each linear's, its magnitudes and its rounded form."""
+        shapes = self.shapes
+        each = 2 if self.scheme.quantizes_activations else 1
+        linears = each * (5 * shapes.hidden + shapes.query + shapes.ffn)
+        between = 8 * shapes.hidden + 6 * shapes.query + 4 * shapes.ffn
+        return tokens * (self.compute * (linears + between) + WIDE * 4 * shapes.hidden + keys * (1 + self.compute))
+
+    def export(self) -> Terms:
+        held = {"prefix caches": self.prefixes(2 if self.work.recipe.rounds else 0)}
+        return {**self.resident(), **self.quantized(), **held}
+
+    def verify(self) -> Terms:
+        """The logits of a short and of a calibration prompt; then the run's model is let go and the checkpoint loaded."""
+        packed = self.shapes.linears * self.scheme.weight_bits // 8
+        logits = {"logits": 2 * self.work.prompt_tokens * self.shapes.vocabulary * WIDE}
+        return max(self.export() | logits, {"weights": self.weights, "packed weights": packed} | logits, key=_total)
+
+    def resident(self) -> Terms:
+        return {"weights": self.weights, "prompts": self.prompts}
+
+
+def _total(terms: Terms) -> int:
+    return sum(terms.values())

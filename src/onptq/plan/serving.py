@@ -1,0 +1,156 @@
+"""Who can serve a scheme: servers, GPU generations, the kernel each takes, and the switch that makes it the right one.
+
+Facts as data, with how each is known. A checkpoint that loads is not yet one that computes what its scheme says: 4-bit weights
+with int8 activations load everywhere and are multiplied with 16-bit activations by most default kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from onptq.schemes import Scheme
+
+VLLM, TRANSFORMERS = "vLLM 0.32", "transformers 5.22"
+
+# serves: computes the scheme on integers. simulates: computes its values, in 16 or 32 bits. differs: answers, but computes
+# another scheme. doubtful: nobody has seen it work. refuses: does not load or does not run.
+Verdict = Literal["serves", "simulates", "differs", "doubtful", "refuses"]
+
+# run: seen on such hardware. asked: the server's own choice of kernel for a 7B shape, which was not run. read: from the
+# kernel's list of types. documented: the server's documentation says so. untested: none of these.
+Evidence = Literal["run", "asked", "read", "documented", "untested"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """One way to serve a scheme; several for one server and device where a switch changes what is computed."""
+
+    server: str
+    hardware: str
+    verdict: Verdict
+    kernel: str | None  # None where there is none
+    computes: str  # what is really multiplied
+    evidence: Evidence
+    switch: str | None = None  # what the server must be given for it; None is its default
+    note: str = ""
+
+
+AMPERE, ADA, HOPPER, BLACKWELL = "Ampere sm80", "Ada sm89", "Hopper sm90", "Blackwell sm100/120"
+CPU, CPU_AMX = "CPU", "CPU with AMX"
+HUMMING = "--linear-backend humming"
+NO_INT8 = "VLLM_CPU_INT4_W4A8=0"
+
+_SM100_ONLY = "the choice was asked for sm100, not for sm120"
+_SILENT = "loads without a word and does not quantize the activations"
+
+
+def _vllm(
+    hardware: str, verdict: Verdict, kernel: str | None, computes: str, evidence: Evidence, **more: str
+) -> Served:
+    return Served(VLLM, hardware, verdict, kernel, computes, evidence, **more)
+
+
+_W4A16 = (
+    _vllm(AMPERE, "serves", "Marlin", "int4 x 16-bit", "asked"),
+    _vllm(ADA, "serves", "Marlin", "int4 x 16-bit", "asked"),
+    _vllm(HOPPER, "serves", "Machete", "int4 x 16-bit", "asked"),
+    _vllm(BLACKWELL, "serves", "Marlin", "int4 x 16-bit", "asked", note=_SM100_ONLY),
+    _vllm(CPU, "serves", "CPUWNA16", "int4 x 16-bit", "read"),
+    _vllm(CPU_AMX, "differs", "CPUWNA16", "int4 x int8", "run", note="quantizes activations that should not be"),
+    _vllm(CPU_AMX, "serves", "CPUWNA16", "int4 x 16-bit", "run", switch=NO_INT8),
+)
+
+_W4A8 = (
+    _vllm(AMPERE, "differs", "Marlin", "int4 x 16-bit", "asked", note=_SILENT),
+    _vllm(AMPERE, "serves", "Humming", "int4 x int8", "asked", switch=HUMMING),
+    _vllm(ADA, "differs", "Marlin", "int4 x 16-bit", "asked", note=_SILENT),
+    _vllm(ADA, "serves", "Humming", "int4 x int8", "asked", switch=HUMMING),
+    _vllm(HOPPER, "differs", "Machete", "int4 x 16-bit", "run", note=f"{_SILENT} (H200, vLLM 0.26)"),
+    _vllm(
+        HOPPER,
+        "serves",
+        "Humming",
+        "int4 x int8",
+        "run",
+        switch=HUMMING,
+        note="H200, vLLM 0.26; VLLM_DISABLED_KERNELS=MacheteLinearKernel has the same effect",
+    ),
+    _vllm(BLACKWELL, "differs", "Marlin", "int4 x 16-bit", "asked", note=f"{_SILENT}; {_SM100_ONLY}"),
+    _vllm(BLACKWELL, "serves", "Humming", "int4 x int8", "asked", switch=HUMMING, note=_SM100_ONLY),
+    _vllm(CPU, "differs", "CPUWNA16", "int4 x 16-bit", "read", note=_SILENT),
+    _vllm(CPU_AMX, "serves", "CPUWNA16", "int4 x int8", "run", note=f"not with {NO_INT8}"),
+)
+
+_W8A8 = (
+    _vllm(AMPERE, "serves", "CutlassInt8", "int8 x int8", "asked"),
+    _vllm(ADA, "serves", "CutlassInt8", "int8 x int8", "asked"),
+    _vllm(HOPPER, "serves", "CutlassInt8", "int8 x int8", "run", note="H200, vLLM 0.26"),
+    _vllm(
+        BLACKWELL,
+        "refuses",
+        "CutlassInt8",
+        "nothing",
+        "documented",
+        note="chosen at load, but int8 products are not supported from compute capability 10.0 on",
+    ),
+    _vllm(CPU, "serves", "CPUInt8ScaledMM", "int8 x int8", "run"),
+)
+
+_W8A16 = (
+    _vllm(AMPERE, "serves", "Marlin", "int8 x 16-bit", "read"),
+    _vllm(ADA, "serves", "Marlin", "int8 x 16-bit", "read"),
+    _vllm(HOPPER, "serves", "Machete", "int8 x 16-bit", "read"),
+    _vllm(BLACKWELL, "serves", "Marlin", "int8 x 16-bit", "read"),
+    _vllm(CPU, "refuses", None, "nothing", "run", note="no kernel for 8-bit weights with 16-bit activations"),
+)
+
+TABLE: Mapping[tuple[int, int], tuple[Served, ...]] = {
+    (4, 16): _W4A16,
+    (4, 8): _W4A8,
+    (8, 8): _W8A8,
+    (8, 16): _W8A16,
+}
+
+# Group sizes each kernel lists, beside one step per row; even ones are all that the CPU's asks for.
+GROUPS = {"Marlin": (32, 64, 128), "Machete": (64, 128)}
+ZERO_POINT_BITS = {"Marlin": (4,), "Machete": (4, 8), "CPUWNA16": (4,)}
+
+
+def serving(scheme: Scheme) -> list[Served]:
+    """Every way that is known to load a checkpoint of the scheme as OnPTQ writes it, transformers first."""
+    if scheme.simulated:
+        return [_simulation(), _unserved(scheme)]
+    rows = TABLE[scheme.weight_bits, scheme.activation_bits]
+    return [_simulation(), *(_fitted(row, scheme) for row in rows)]
+
+
+def _simulation() -> Served:
+    note = "exact, with compressed-tensors installed; no faster and no smaller in memory than the source"
+    return Served(TRANSFORMERS, "any", "simulates", None, "rounded values, unpacked", "run", note=note)
+
+
+def _unserved(scheme: Scheme) -> Served:
+    if (scheme.weight_bits, scheme.activation_bits) == (4, 6):
+        return _vllm(
+            "any", "refuses", None, "nothing", "run", note="no compressed-tensors scheme matches: simulation only"
+        )
+    return _vllm("any", "doubtful", None, "unknown", "untested", note="no kernel is known to run it: simulation only")
+
+
+def _fitted(row: Served, scheme: Scheme) -> Served:
+    """What is known of one symmetric step per row, for groups and zero points: only what the kernel's own lists say."""
+    if scheme.group_size is None and scheme.symmetric:
+        return row
+    kernel = row.kernel or ""
+    unlisted = []
+    if scheme.group_size is not None and kernel in GROUPS and scheme.group_size not in GROUPS[kernel]:
+        unlisted.append(f"groups of {scheme.group_size} (it lists {', '.join(map(str, GROUPS[kernel]))})")
+    if not scheme.symmetric and scheme.weight_bits not in ZERO_POINT_BITS.get(kernel, (scheme.weight_bits,)):
+        unlisted.append(f"zero points of {scheme.weight_bits}-bit weights")
+    if unlisted:
+        note = f"{kernel} does not list {' or '.join(unlisted)}; another kernel may take it"
+        return replace(row, verdict="doubtful", computes="unknown", evidence="read", note=note)
+    ran = row.evidence == "run" and scheme.group_size in (None, 128)
+    return row if ran else replace(row, evidence="read")
