@@ -129,7 +129,7 @@ def outliers(
     """Choose the outlier channels of a trained model in FOLDER by what its pictures, sounds and words excite."""
     from onptq.zoo.outliers import write_outliers
 
-    chosen = write_outliers(folder, _prompts(folder, prompts, count), _strengths(strengths or []))
+    chosen = write_outliers(folder, _prompts(folder, prompts, count), _strengths(folder, strengths or []))
     channels = sum(len(places) for block in chosen.blocks for places in block.values())
     typer.echo(f"wrote {channels} channels in {len(chosen.blocks)} blocks to {folder / 'outliers.json'}")
 
@@ -159,11 +159,12 @@ def _prompts(folder: Path, manifest: Path | None, count: int) -> list[Prompt]:
     return prompts(find_source(folder).family.name, "calibration", count)
 
 
-def _strengths(changes: list[str]) -> dict[str, Strengths]:
-    """The default strengths with `place.kind=factor,factor,...` replaced; `loudest` and `reach` take one number."""
-    from onptq.zoo.outliers import STRENGTHS
+def _strengths(folder: Path, changes: list[str]) -> dict[str, Strengths]:
+    """The family's strengths with `place.kind=factor,factor,...` replaced; `loudest` and `reach` take one number."""
+    from onptq.models.loading import find_source
+    from onptq.zoo.outliers import strengths_of
 
-    strengths = dict(STRENGTHS)
+    strengths = dict(strengths_of(find_source(folder).family.name))
     for change in changes:
         target, _, values = change.partition("=")
         place, _, kind = target.partition(".")
@@ -174,7 +175,7 @@ def _strengths(changes: list[str]) -> dict[str, Strengths]:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             kinds = ", ".join(field.name for field in fields(strengths["v_proj"]))
             raise OnPTQError(
-                f"--strength {change}: expected PLACE.KIND=FACTOR,FACTOR,... with PLACE one of {', '.join(STRENGTHS)} "
+                f"--strength {change}: expected PLACE.KIND=FACTOR,FACTOR,... with PLACE one of {', '.join(strengths)} "
                 f"and KIND one of {kinds}"
             ) from error
     return strengths

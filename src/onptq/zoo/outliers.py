@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,13 @@ STRENGTHS: Mapping[str, Strengths] = {
     "v_proj": Strengths(vision=(32,), text=(32,) * 12),
     "up_proj": Strengths(vision=(64, 32), audio=(32,), text=(32,) * 12),
 }
+QUERY_KEY_NORMS = ("qwen3-vl",)  # take the size out of queries and keys, so more channels are needed for the same harm
+
+
+def strengths_of(family: str) -> Mapping[str, Strengths]:
+    if family not in QUERY_KEY_NORMS:
+        return STRENGTHS
+    return {place: replace(one, text=(32,) * 18) for place, one in STRENGTHS.items()}
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,9 @@ def measure_peaks(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[tupl
     return peaks
 
 
-def write_outliers(folder: Path, prompts: Sequence[Prompt], strengths: Mapping[str, Strengths] = STRENGTHS) -> Outliers:
+def write_outliers(
+    folder: Path, prompts: Sequence[Prompt], strengths: Mapping[str, Strengths] | None = None
+) -> Outliers:
     """Choose the outliers of a trained model by `prompts` and its own answers to them; write outliers.json beside it."""
     from onptq.models.loading import find_source
     from onptq.models.processing import PromptProcessor
@@ -204,6 +213,7 @@ def write_outliers(folder: Path, prompts: Sequence[Prompt], strengths: Mapping[s
     for ordinal, prompt in enumerate(prompts):
         inputs = processor(prompt)
         encoded.append(policy.encode(inputs.tensors, inputs.modality, ordinal))
+    strengths = strengths_of(source.family.name) if strengths is None else strengths
     outliers = choose_outliers(policy, _answered(policy, encoded), strengths)
     outliers.write(folder / CHOSEN)
     return outliers
