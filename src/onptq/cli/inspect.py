@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onptq.cli.quantize import NAMED
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="The checkpoint's folder.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="The checkpoint's folder, or a name of `onptq zoo list`.")
+    ],
     fix: Annotated[
         Path | None, typer.Option("--fix", metavar="OUT", help="Write a corrected copy into the new folder OUT.")
     ] = None,
@@ -32,6 +36,11 @@ def inspect(
     from onptq.inspection.defects import inspect_folder
     from onptq.inspection.mending import mend_folder
 
+    folder = Path(checkpoint)
+    if checkpoint.startswith(NAMED):
+        from onptq.zoo.catalog import locate
+
+        folder = locate(checkpoint)
     mended = mend_folder(folder, fix) if fix is not None else None
     inspection = mended.before if mended is not None else inspect_folder(folder)
     if as_json:
