@@ -173,9 +173,9 @@ class Recipe(Config):
     method: Literal["onptq", "static", "rtn"] = Field(
         default="onptq", description="static is the control with gamma 0; rtn rounds to nearest and learns nothing"
     )
-    init: Literal["search", "rtn", "smoothquant", "awq", "mbq", "qig", "masquant", "blockwise", "gptq"] = Field(
-        default="search", description="theta^(0): the base method that calibration starts from"
-    )
+    init: Literal[
+        "search", "rtn", "smoothquant", "awq", "mbq", "qig", "masquant", "blockwise", "gptq", "search+gptq"
+    ] = Field(default="search", description="theta^(0): the base method that calibration starts from")
     rounds: StrictInt = Field(default=2, ge=0, description="R: rounds of Follow, Compare, Branch, Calibrate")
     refresh: StrictBool = Field(default=True, description="take new rollouts each round, not those of the first")
     seed: StrictInt = Field(default=0, ge=0, lt=2**43, description="orders prompts and draws the random selection")
