@@ -244,3 +244,9 @@ def test_every_base_method_can_start_the_calibration():
     from onptq.methods import METHODS
 
     assert set(get_args(Recipe.model_fields["init"].annotation)) == set(METHODS)
+
+
+def test_settled_codes_cannot_be_learned_too() -> None:
+    with pytest.raises(OnPTQError, match="choose one"):
+        Recipe.preset("best", ["calibrate.codes=settled"])
+    assert Recipe.preset("best", ["calibrate.codes=settled", "calibrate.rounding=false"]).calibrate.codes == "settled"

@@ -21,11 +21,13 @@ from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.loading import load_model
 from onptq.models.structure import LINEARS, NORMS
 from onptq.policy import Policy
+from onptq.quantizer.folded import FoldedLinear
 from onptq.quantizer.integer import fake_quantize_activations
 from onptq.quantizer.theta import (
     OFFSET_RANGE,
     PAIRS,
     RATIO_RANGE,
+    SETTLED_RANGE,
     SMOOTHING_REACH,
     Theta,
     log_scales_in,
@@ -271,6 +273,82 @@ def test_live_and_frozen_agree_in_every_family_and_compute_dtype(
     live = batch_logits(policy, prompts, "Q")
     policy.freeze(theta)
     assert torch.equal(batch_logits(policy, prompts, "Q"), live)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "W8A16-asym"])
+def test_settled_codes_stay_and_only_scales_move(tiny: Callable[[str], Tiny], scheme: str) -> None:
+    bed = tiny("qwen2.5-vl")
+    policy = bed.policy(scheme)
+    prompts = bed.encode(policy, 2)
+    theta = random_theta(policy, offsets=True)
+    policy.freeze(theta)
+    before = batch_logits(policy, prompts, "Q")
+    levels = {path: levels_of(piece) for path, piece in policy.folded() if path in theta.ratio}
+    settled = policy.settle(theta)
+    policy.freeze(settled)
+    assert torch.equal(batch_logits(policy, prompts, "Q"), before), "settling changes nothing"
+
+    generator = torch.Generator().manual_seed(1)
+    for part in (settled.smoothing, settled.ratio):
+        for moved in part.values():
+            moved.add_(0.1 * torch.randn(moved.shape, generator=generator))
+    policy.attach(settled.clone().requires_grad_())
+    live = batch_logits(policy, prompts, "Q")
+    policy.freeze(settled)
+    assert torch.equal(batch_logits(policy, prompts, "Q"), live)
+    assert (live - before).abs().max() > 0.01
+    for path, piece in policy.folded():
+        if path in levels:
+            assert torch.equal(levels_of(piece), levels[path]), path
+
+
+def levels_of(piece: FoldedLinear) -> Tensor:
+    grouped = piece.codes.short().view(*piece.step.shape, -1)
+    return grouped if piece.zero is None else grouped - piece.zero[..., None]
+
+
+def test_the_gradient_of_a_settled_step_is_that_of_the_function_itself(tiny: Callable[[str], Tiny]) -> None:
+    """No straight-through estimate is left in a weight-only scheme: finite differences agree."""
+    bed = tiny("qwen2.5-vl")
+    policy = exact_policy(bed, Scheme.parse("W3A16"))
+    prompts = bed.encode(policy, 1)
+    theta = policy.settle(random_theta(policy, torch.float64))
+    theta.step = {key: step.double() for key, step in theta.step.items()}
+    theta.requires_grad_()
+    policy.attach(theta)
+    batch = PromptBatch.of(prompts)
+    tokens = Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack)
+
+    def value() -> Tensor:
+        with policy.speaking("Q"):
+            return policy.run(tokens).square().mean()
+
+    value().backward()
+    block = policy.structure.blocks[0]
+    for parameter in (theta.ratio[block.path("gate_proj")], theta.smoothing[pair_key(block, "norm_qkv")]):
+        place = int(parameter.grad.abs().argmax())
+        sides = []
+        for change in (2e-3, -4e-3):
+            with torch.no_grad():
+                parameter.view(-1)[place] += change
+                sides.append(float(value()))
+        assert float(parameter.grad.view(-1)[place]) == pytest.approx((sides[0] - sides[1]) / 4e-3, rel=2e-3)
+
+
+def test_settled_steps_travel_both_ways_within_their_range_and_no_mean_is_pinned(tiny: Callable[[str], Tiny]) -> None:
+    policy = tiny("qwen2.5-vl").policy("W4A8")
+    origin = policy.settle(random_theta(policy))
+    moved = origin.clone()
+    for part in (moved.smoothing, moved.ratio):
+        for tensor in part.values():
+            tensor.add_(0.3)
+    kept = moved.clone()
+    moved.project_(origin)
+    assert all(torch.equal(tensor, kept.tensors()[name]) for name, tensor in moved.tensors().items())
+    for ratio in moved.ratio.values():
+        ratio.add_(9)
+    moved.project_(origin)
+    assert all(float(ratio.max()) == SETTLED_RANGE[1] for ratio in moved.ratio.values())
 
 
 @pytest.mark.parametrize("scheme", ["W4A8", "W4A16-g128-asym"])

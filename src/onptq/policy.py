@@ -65,6 +65,22 @@ class Policy:
         for module in self._modules():
             module.freeze(theta)
 
+    @torch.no_grad()
+    def settle(self, theta: Theta) -> Theta:
+        """The same Q with its codes settled, so that smoothing and ratios scale it and round nothing any more."""
+        settled = Theta({key: u.clone() for key, u in theta.smoothing.items()})
+        self.freeze(theta)
+        for path, folded in self.folded():
+            if isinstance(folded, FoldedLinear) and not folded.codes.is_floating_point():
+                grouped = folded.codes.view(*folded.step.shape, -1)
+                levels = grouped if folded.zero is None else grouped.short() - folded.zero[..., None]
+                settled.levels[path], settled.step[path] = levels.view_as(folded.codes), folded.step.float()
+        settled.ratio = {
+            key: torch.zeros_like(ratio) if key in settled.levels else ratio.clone()
+            for key, ratio in theta.ratio.items()
+        }
+        return settled
+
     def release(self) -> None:
         """Give the memory back; the policy cannot speak any more."""
         for module in self._modules():

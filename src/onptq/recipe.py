@@ -148,9 +148,18 @@ class CalibrateConfig(Config):
         default=None, ge=0, description="step of the rounding offsets, decaying to 0; null is 1 / steps, 0.5 in all"
     )
     rounding: StrictBool = Field(default=False, description="learn rounding offsets too")
+    codes: Literal["free", "settled"] = Field(
+        default="free", description="settled: the start's codes stay, and only scales are learned"
+    )
     keep: Literal["best", "last"] = Field(default="best", description="iterate to keep; best is by held-out prompts")
     evaluations: StrictInt = Field(default=4, ge=1, description="held-out evaluations per round")
     checkpointing: StrictBool = Field(default=True, description="recompute activations in backward to save memory")
+
+    @model_validator(mode="after")
+    def _settled_codes_stay(self) -> Self:
+        if self.rounding and self.codes == "settled":
+            raise ValueError("rounding=true learns codes, codes=settled keeps them: choose one")
+        return self
 
 
 class ComputeConfig(Config):

@@ -102,6 +102,8 @@ def calibrate(
     energy = block_energy(targets, items) if cfg.normalize == "energy" else None
     judge = None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg)
 
+    if cfg.codes == "settled" and not theta.levels:
+        theta = policy.settle(theta)
     batches = [batch for epoch in range(cfg.epochs) for batch in _batches(len(items), cfg.batch, seed + epoch)]
     progress = progress or Progress(theta.clone())
     if cfg.rounding:

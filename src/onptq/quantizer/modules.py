@@ -14,7 +14,14 @@ from onptq.models.structure import Block
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.integer import cast_through, fake_quantize_activations
 from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out
-from onptq.quantizer.weights import dequantize, fake_quantize_weight, smoothed, weight_codes
+from onptq.quantizer.weights import (
+    dequantize,
+    fake_quantize_weight,
+    settled_codes,
+    settled_weight,
+    smoothed,
+    weight_codes,
+)
 from onptq.schemes import Scheme
 
 
@@ -61,8 +68,13 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     def freeze(self, theta: Theta) -> None:
         self.release()
-        weight, bias, path = self._smoothed(theta), self._bias(theta), self.block.path(self.name)
+        bias, path = self._bias(theta), self.block.path(self.name)
         bias = None if bias is None else bias.to(self.storage)
+        if path in theta.levels:
+            settled = theta.levels[path], theta.step[path], theta.ratio[path]
+            self.folded = FoldedLinear(*settled_codes(*settled, self.scheme, self.storage), bias)
+            return
+        weight = self._smoothed(theta)
         if self.scheme.quantizes_weights:
             codes = weight_codes(weight, theta.ratio[path], theta.offset.get(path), self.scheme, self.storage)
             self.folded = FoldedLinear(*codes, bias)
@@ -70,15 +82,14 @@ class QuantLinear(nn.Module):
             self.folded = FoldedLinear(weight.to(self.storage), weight.new_ones(1, 1), None, bias)
 
     def _live_weight(self, theta: Theta) -> tuple[Tensor, Tensor | None]:
-        path = self.block.path(self.name)
-        weight = fake_quantize_weight(
-            self._smoothed(theta),
-            theta.ratio[path],
-            theta.offset.get(path),
-            self.scheme,
-            self.storage,
-            self.weight.dtype,
-        )
+        path, dtype = self.block.path(self.name), self.weight.dtype
+        if path in theta.levels:
+            settled = theta.levels[path], theta.step[path], theta.ratio[path]
+            weight = settled_weight(*settled, self.storage, dtype)
+        else:
+            weight = fake_quantize_weight(
+                self._smoothed(theta), theta.ratio[path], theta.offset.get(path), self.scheme, self.storage, dtype
+            )
         bias = self._bias(theta)
         return weight, None if bias is None else bias.to(self.weight.dtype)
 

@@ -16,6 +16,7 @@ from onptq.schemes import Scheme
 
 SMOOTHING_REACH = 1.5  # largest travel of a log-smoothing entry from where the calibration started
 RATIO_RANGE = (math.log(0.4), 0.0)  # log of the step ratio
+SETTLED_RANGE = (-0.5, 0.5)  # the same, of a step whose codes are settled
 OFFSET_RANGE = (-0.5, 0.5)  # of what is learned; a start may lie beyond it, as GPTQ's codes do
 
 # (producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
@@ -31,11 +32,16 @@ PAIR_OUT_OF = {producer: pair for pair, (producer, _) in PAIRS.items()}
 
 @dataclass
 class Theta:
-    """Log-smoothing per pair, log step ratio per weight row (or group), and optionally a rounding offset per weight."""
+    """Log-smoothing per pair, log step ratio per weight row (or group), and optionally a rounding offset per weight.
+
+    Where a linear's codes are settled, they no longer follow the weight: smoothing scales what enters it, the ratio its step.
+    """
 
     smoothing: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> [channels]
     ratio: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> [O, G]
     offset: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> [O, I]
+    levels: dict[str, Tensor] = field(default_factory=dict)  # settled codes less their zero points, integers [O, I]
+    step: dict[str, Tensor] = field(default_factory=dict)  # that they were settled with, [O, G]
 
     @classmethod
     def rtn(cls, blocks: Sequence[Block], scheme: Scheme, device: torch.device | str = "cpu") -> Theta:
@@ -60,7 +66,7 @@ class Theta:
         return Theta(*({key: value.detach().clone() for key, value in part.items()} for part in self._parts()))
 
     def parameters(self) -> Iterator[Tensor]:
-        for part in self._parts():
+        for part in (self.smoothing, self.ratio, self.offset):
             yield from part.values()
 
     def requires_grad_(self, requires: bool = True) -> Theta:
@@ -73,19 +79,22 @@ class Theta:
         """Back into the trust region: zero-mean gauge and bounded travel of u, ratios and offsets inside their ranges,
         which an offset that began outside may use up to where it began.
 
-        A constant added to a pair's u changes nothing (row and token steps absorb it), so its mean is pinned.
+        A constant added to a pair's u changes nothing (row and token steps absorb it), so its mean is pinned; steps of settled
+        codes do not follow, so there it is not.
         """
         for key, u in self.smoothing.items():
             start = origin.smoothing[key]
-            u.sub_(u.mean()).clamp_(start - SMOOTHING_REACH, start + SMOOTHING_REACH)
-        for ratio in self.ratio.values():
-            ratio.clamp_(*RATIO_RANGE)
+            if not self.levels:
+                u.sub_(u.mean())
+            u.clamp_(start - SMOOTHING_REACH, start + SMOOTHING_REACH)
+        for key, ratio in self.ratio.items():
+            ratio.clamp_(*(SETTLED_RANGE if key in self.levels else RATIO_RANGE))
         for key, offset in self.offset.items():
             begin = origin.offset[key] if key in origin.offset else torch.zeros_like(offset)
             offset.clamp_(begin.clamp(max=OFFSET_RANGE[0]), begin.clamp(min=OFFSET_RANGE[1]))
 
     def tensors(self) -> dict[str, Tensor]:
-        names = ("smoothing", "ratio", "offset")
+        names = ("smoothing", "ratio", "offset", "levels", "step")
         parts = zip(names, self._parts(), strict=True)
         return {f"{name}/{key}": value.detach().contiguous() for name, part in parts for key, value in part.items()}
 
@@ -104,8 +113,8 @@ class Theta:
     def load(cls, path: Path, device: torch.device | str = "cpu") -> Theta:
         return cls.of_tensors(load_file(path, device=str(device)))
 
-    def _parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        return self.smoothing, self.ratio, self.offset
+    def _parts(self) -> tuple[dict[str, Tensor], ...]:
+        return self.smoothing, self.ratio, self.offset, self.levels, self.step
 
 
 def pair_key(block: Block, pair: str) -> str:
