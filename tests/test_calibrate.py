@@ -241,7 +241,8 @@ def test_gamma_zero_is_the_static_control_bit_for_bit(bed: Bed) -> None:
 
 
 def test_an_empty_critical_set_is_an_anchor_only_update(bed: Bed) -> None:
-    nothing = bed.states.with_columns(critical=np.zeros(len(bed.states), np.bool_))
+    zero = np.zeros(len(bed.states), np.float32)
+    nothing = bed.states.with_columns(critical=zero.astype(np.bool_), weight=zero)
     result = calibrate(bed.policy, bed.prompts, bed.trajectories, nothing, bed.theta, short())
     assert same(result.theta, bed.calibrate(short(gamma=0)).theta)
 

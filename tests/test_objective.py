@@ -215,7 +215,7 @@ def test_the_anchor_is_every_prompt_token_and_no_response_token(beds: Callable[.
 
 def test_prompts_without_critical_states_still_anchor(beds: Callable[..., Bed]) -> None:
     bed = beds()
-    for states in (None, bed.states.with_columns(critical=np.zeros(len(bed.states), np.bool_))):
+    for states in (None, bed.states.with_columns(weight=np.zeros(len(bed.states), np.float32))):
         items = make_items(bed.policy, bed.prompts, bed.trajectories, states)
         found = measure(bed.policy, items, Targets(bed.policy, None)).floats()
         assert found["anchor"] == pytest.approx(bed.expected()["anchor"], rel=2e-6)

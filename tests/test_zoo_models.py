@@ -91,7 +91,9 @@ def test_sizes_suit_every_kernel(name):
 def test_plain_transformers_gives_the_same_answers(name):
     """Its own model class, tokenizer, chat template, image processor, feature extractor and generate."""
     folder = locate(f"zoo:{name}")
-    tasks = ("choice", "read", "caption", "listen", "speech") if name == "qwen2.5-omni" else ("choice", "read", "caption")
+    tasks = (
+        ("choice", "read", "caption", "listen", "speech") if name == "qwen2.5-omni" else ("choice", "read", "caption")
+    )
     asked = [item for task in tasks for item in items(name, task, "test", 3)]
     loader = Qwen2_5OmniThinkerForConditionalGeneration if name == "qwen2.5-omni" else AutoModelForImageTextToText
     model = loader.from_pretrained(folder, dtype=torch.float32).eval()
