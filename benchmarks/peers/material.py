@@ -1,0 +1,96 @@
+"""The calibration material as plain files: what OnPTQ's own methods calibrate on, for programs that do not know OnPTQ.
+
+    prompts.jsonl     a manifest as `onptq quantize --calibration` takes it, with pictures/ beside it
+    responses.jsonl   {"id", "tokens", "text"}: the dense model's own greedy response to every prompt
+    material.json     which model they belong to, how many there are, and their digest
+
+OnPTQ's gptq, awq and search see every prompt with that response behind it; so do the peers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from onptq.data.manifest import load_manifest, manifest_digest
+from onptq.data.prompts import Prompt
+from onptq.errors import OnPTQError
+from onptq.models.loading import Source
+from onptq.progress import Reporter
+
+PROMPTS, RESPONSES, RECORD, PICTURES = "prompts.jsonl", "responses.jsonl", "material.json", "pictures"
+
+
+def write_material(
+    source: Source, prompts: Sequence[Prompt], max_tokens: int, folder: Path, reporter: Reporter
+) -> Path:
+    """Everything into `folder`, the record last; what is there already must be the same and is kept."""
+    record = {
+        "model": source.sha256(),
+        "prompts": manifest_digest(prompts),
+        "count": len(prompts),
+        "max_tokens": max_tokens,
+    }
+    path = folder / RECORD
+    if path.is_file():
+        if (found := json.loads(path.read_text(encoding="utf-8"))) != record:
+            raise OnPTQError(
+                f"{folder} has the material of another run: {found}, expected {record}; give another --out"
+            )
+        return folder
+    write_prompts(prompts, folder)
+    _write_lines(folder / RESPONSES, respond(source, prompts, max_tokens, reporter))
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def write_prompts(prompts: Sequence[Prompt], folder: Path) -> None:
+    """The manifest and its pictures; refuses prompts that would not read back the same."""
+    (folder / PICTURES).mkdir(parents=True, exist_ok=True)
+    _write_lines(folder / PROMPTS, (_line(prompt, folder) for prompt in prompts))
+    if manifest_digest(load_manifest(folder / PROMPTS)) != manifest_digest(prompts):
+        raise OnPTQError(f"{folder / PROMPTS} does not read back as the prompts it was written from")
+
+
+def respond(source: Source, prompts: Sequence[Prompt], max_tokens: int, reporter: Reporter) -> Iterator[dict[str, Any]]:
+    """What the dense model answers, token by token, exactly as OnPTQ's methods have it answer."""
+    from onptq.cycle.follow import follow
+    from onptq.cycle.prefixes import Prefixes
+    from onptq.models.processing import PromptProcessor
+    from onptq.policy import load_policy
+
+    processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+    policy = load_policy(source, "W16A16")
+    encoded = []
+    with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
+        for ordinal, prompt in enumerate(prompts):
+            inputs = processor(prompt)
+            processor.check_length(prompt, inputs.length, max_tokens)
+            encoded.append(policy.encode(inputs.tensors, inputs.modality, ordinal))
+            bar.advance()
+    with reporter.phase("Respond", total=len(prompts), unit="prompts") as bar:
+        answers = follow(Prefixes(policy, encoded, max_tokens=max_tokens), side="D", advance=bar.advance)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        yield {"id": prompt.id, "tokens": list(answer.tokens), "text": processor.tokenizer.decode(answer.tokens)}
+
+
+def _line(prompt: Prompt, folder: Path) -> dict[str, Any]:
+    if prompt.audios:
+        raise OnPTQError(f"prompt {prompt.id!r} has sounds; the peers are run on text and pictures only")
+    names = []
+    for media in prompt.images:
+        data = media.read()
+        name = f"{PICTURES}/{media.sha256[:16]}{_suffix(data)}"
+        (folder / name).write_bytes(data)
+        names.append(name)
+    return {"id": prompt.id, "messages": [dict(message) for message in prompt.messages], "images": names}
+
+
+def _suffix(data: bytes) -> str:
+    return ".png" if data.startswith(b"\x89PNG") else ".jpg" if data.startswith(b"\xff\xd8") else ""
+
+
+def _write_lines(path: Path, records: Iterator[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
