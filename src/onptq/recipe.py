@@ -183,7 +183,18 @@ class Recipe(Config):
         default="onptq", description="static is the control with gamma 0; rtn rounds to nearest and learns nothing"
     )
     init: Literal[
-        "search", "rtn", "smoothquant", "awq", "mbq", "qig", "masquant", "blockwise", "gptq", "search+gptq"
+        "search",
+        "rtn",
+        "smoothquant",
+        "awq",
+        "mbq",
+        "qig",
+        "masquant",
+        "blockwise",
+        "gptq",
+        "signround",
+        "search+gptq",
+        "search+signround",
     ] = Field(default="search", description="theta^(0): the base method that calibration starts from")
     rounds: StrictInt = Field(default=2, ge=0, description="R: rounds of Follow, Compare, Branch, Calibrate")
     refresh: StrictBool = Field(default=True, description="take new rollouts each round, not those of the first")

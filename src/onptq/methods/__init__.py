@@ -12,7 +12,8 @@ from onptq.methods.mbq import mbq
 from onptq.methods.qig import qig
 from onptq.methods.rtn import rtn
 from onptq.methods.search import search
-from onptq.methods.search_gptq import search_gptq
+from onptq.methods.searched import searched
+from onptq.methods.signround import signround
 from onptq.methods.smoothquant import smoothquant
 from onptq.models.encoding import EncodedPrompt
 from onptq.policy import Policy
@@ -30,5 +31,7 @@ METHODS: dict[str, Method] = {
     "masquant": masquant,
     "blockwise": blockwise,
     "gptq": gptq,
-    "search+gptq": search_gptq,
+    "signround": signround,
+    "search+gptq": searched(gptq),
+    "search+signround": searched(signround),
 }

@@ -1,0 +1,92 @@
+"""Which checkpoints are served, and how each must be: data type, switches of the server, and how exact its kernel is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from onptq.errors import OnPTQError
+from onptq.models.loading import Source, find_source
+from onptq.schemes import Scheme
+
+DENSE = "dense"
+RANDOM = "random:"
+SCHEMES = (DENSE, "W8A8", "W4A16", "W4A8")
+FAMILIES = ("qwen2.5-vl", "qwen3-vl", "qwen2.5-omni")
+MODELS = (*(f"zoo:{family}" for family in FAMILIES), *(f"{RANDOM}{family}" for family in FAMILIES))
+QUICK = (
+    *(("zoo:qwen2.5-vl", scheme) for scheme in SCHEMES),
+    *((f"zoo:{family}", scheme) for family in FAMILIES[1:] for scheme in ("W8A8", "W4A16")),
+    ("random:qwen2.5-vl", "W4A8"),
+)
+# The largest difference of a logprob from transformers', for tokens of the model's own answer.
+EXACT, CLOSE = 0.06, 0.25
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint."""
+
+    model: str  # zoo:NAME, random:FAMILY, or a folder
+    scheme: Scheme | None  # None: as it is
+
+    @property
+    def scheme_name(self) -> str:
+        return DENSE if self.scheme is None else str(self.scheme)
+
+    @property
+    def label(self) -> str:
+        return f"{Path(self.model).name.replace(':', '-')}-{self.scheme_name}"
+
+    @property
+    def dtype(self) -> str:
+        """vLLM's CPU kernel of 4-bit weights takes no float32, and quantizes activations in bfloat16 only. In float16 it
+        is held to what it is worth: in bfloat16 even a dense model is up to 0.08 away from float32."""
+        if self.scheme is None or self.scheme.weight_bits == 8:
+            return "float32"
+        return "float16" if self.scheme.activation_bits == 16 else "bfloat16"
+
+    @property
+    def limit(self) -> float:
+        """A server that quantizes activations rounds them differently: in W8A8 by absmax / 127 instead of absmax / 127.5."""
+        return EXACT if self.scheme is None or self.scheme.activation_bits == 16 else CLOSE
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """On CPUs with AMX vLLM multiplies all 4-bit weights by int8 activations unless it is told not to."""
+        if self.scheme is None or self.scheme.weight_bits != 4:
+            return {}
+        return {"VLLM_CPU_INT4_W4A8": "1" if self.scheme.activation_bits == 8 else "0"}
+
+    def source(self, models: Path) -> Source:
+        """The model itself; a random one is written into `models` first."""
+        if not self.model.startswith(RANDOM):
+            return find_source(self.model)
+        from onptq.zoo.random import write_random
+
+        family = self.model.removeprefix(RANDOM)
+        folder = models / f"random-{family}"
+        return find_source(folder if folder.is_dir() else write_random(family, folder))
+
+
+def choose_cases(models: str | None, schemes: str | None, quick: bool) -> list[Case]:
+    """Every model with every scheme; `quick` and no names: a selection."""
+    if quick and (models or schemes):
+        raise OnPTQError("expected --quick or names of --models and --schemes, got both")
+    pairs = QUICK
+    if not quick:
+        named = [_split(models, MODELS), _split(schemes, SCHEMES)]
+        pairs = tuple((model, scheme) for model in named[0] for scheme in named[1])
+    return [Case(model, None if scheme == DENSE else _served(scheme)) for model, scheme in pairs]
+
+
+def _split(names: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    return default if names is None else tuple(dict.fromkeys(name.strip() for name in names.split(",")))
+
+
+def _served(name: str) -> Scheme:
+    scheme = Scheme.parse(name)
+    if scheme.simulated:
+        raise OnPTQError(f"--schemes: {scheme} is for simulation, no server runs it; expected of {', '.join(SCHEMES)}")
+    return scheme

@@ -1,0 +1,29 @@
+"""Copied into the server's environment, where every start of Python imports it.
+
+PyPI's torchvision is built for CUDA torch and does not import on the CPU build: its operators are missing. None of them is
+used here, it is enough that their schemas exist before torchvision is imported.
+"""
+
+import importlib.abc
+import sys
+
+SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+
+class DeclareOperators(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            if torch.version.cuda is None:
+                self.library = torch.library.Library("torchvision", "FRAGMENT")
+                for schema in SCHEMAS:
+                    self.library.define(schema)
+                torch.onptq_torchvision_library = self.library  # the schemas live as long as this object
+
+
+sys.meta_path.insert(0, DeclareOperators())

@@ -1,0 +1,120 @@
+"""SignRound: whether each weight rounds up or down, learned block by block by signed gradient descent.
+
+AutoRound's recipe: an offset in [-1/2, 1/2] for every weight and a ratio for every step, both moved by the sign of the gradient
+of the block's output error, 8 prompts a step, rates falling linearly to nothing. A block reads what the quantized blocks before
+it emit, is to emit what it does in the dense model, and keeps the best it had: on its own prompts it is never worse than its
+start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from onptq.bank import Trajectory
+from onptq.methods.activations import lent
+from onptq.methods.layerwise import Stream, answer_prompts
+from onptq.models.encoding import EncodedPrompt
+from onptq.models.structure import LINEARS, Block
+from onptq.policy import Policy
+from onptq.quantizer.theta import OFFSET_RANGE, RATIO_RANGE, Theta
+
+STEPS = 200  # of each block
+BATCH = 8  # prompts a step
+LOOKS = 10  # how often the error over all prompts is taken, to keep the best
+
+
+@torch.no_grad()
+def signround(
+    policy: Policy,
+    prompts: Sequence[EncodedPrompt],
+    advance: Callable[[int], None] = lambda blocks: None,
+    *,
+    responses: Sequence[Trajectory] | None = None,
+    start: Theta | None = None,
+    steps: int = STEPS,
+) -> Theta:
+    """Responses are the dense model's own greedy ones unless they are given. `start` gives smoothing and step ratios; by default
+    there is no smoothing, and the range is full."""
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device) if start is None else start.clone()
+    theta.offset.clear()
+    if not policy.scheme.quantizes_weights:
+        return theta
+    sequences = [one.sequence for one in answer_prompts(policy, prompts, responses)]
+    dense, quantized = (_streams(policy, sequences) for _ in "DQ")
+    with lent(policy):
+        policy.attach(theta)
+        for block in policy.structure.blocks:
+            with policy.speaking("D"):
+                for stream in dense:
+                    stream.advance(block)
+            with policy.speaking("Q"):
+                _Learner(theta, block, quantized, [stream.hidden for stream in dense]).learn(steps)
+                for stream in quantized:
+                    stream.advance(block)
+            advance(1)
+    return theta
+
+
+def _streams(policy: Policy, sequences: Sequence[EncodedPrompt]) -> list[Stream]:
+    """Those of like length go together, so that little of a batch is padding."""
+    ordered = sorted(sequences, key=lambda one: one.length)
+    return [Stream(policy, ordered[first : first + BATCH]) for first in range(0, len(ordered), BATCH)]
+
+
+class _Learner:
+    """Works on one block's share of theta, in place."""
+
+    def __init__(self, theta: Theta, block: Block, streams: Sequence[Stream], targets: Sequence[Tensor]) -> None:
+        self.theta, self.streams, self.targets, self.block = theta, streams, targets, block
+        self.paths = [block.path(name) for name in LINEARS]
+        self.tokens = sum(int(stream.real.sum()) for stream in streams)
+        self.least, self.best = math.inf, (dict[str, Tensor](), dict[str, Tensor]())  # offsets, ratios
+
+    def learn(self, steps: int) -> None:
+        self._consider()
+        for name, path in zip(LINEARS, self.paths, strict=True):
+            weight: Tensor = self.block.child(name).weight  # type: ignore[assignment]
+            self.theta.offset[path] = torch.zeros(weight.shape, device=weight.device)
+            self.theta.ratio[path] = self.theta.ratio[path].clone()
+        learned = [part[path] for part in (self.theta.offset, self.theta.ratio) for path in self.paths]
+        order = torch.Generator().manual_seed(self.block.index)
+        for step in range(steps):
+            if step % len(self.streams) == 0:
+                queue = torch.randperm(len(self.streams), generator=order).tolist()
+            self._descend(learned, queue.pop(), (1 - step / steps) / steps)
+            if (step + 1) % max(1, steps // LOOKS) == 0 or step + 1 == steps:
+                self._consider()
+        for path in self.paths:
+            self.theta.ratio[path] = self.best[1][path]
+            self.theta.offset.pop(path)
+        self.theta.offset.update(self.best[0])
+
+    def _descend(self, learned: Sequence[Tensor], index: int, rate: float) -> None:
+        for parameter in learned:
+            parameter.requires_grad_()
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(self._error(index), learned)
+        for parameter, gradient in zip(learned, gradients, strict=True):
+            parameter.requires_grad_(False).sub_(rate * gradient.sign())
+        for path in self.paths:
+            self.theta.offset[path].clamp_(*OFFSET_RANGE)
+            self.theta.ratio[path].clamp_(*RATIO_RANGE)
+
+    def _consider(self) -> None:
+        """Keep the block's share of theta if no other had a smaller error over all prompts."""
+        error = sum(float(self._error(index)) for index in range(len(self.streams))) / self.tokens
+        if error < self.least:
+            kept = [{path: part[path].clone() for path in self.paths if path in part} for part in self._parts()]
+            self.least, self.best = error, (kept[0], kept[1])
+
+    def _parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return self.theta.offset, self.theta.ratio
+
+    def _error(self, index: int) -> Tensor:
+        stream = self.streams[index]
+        difference = stream.run(self.block).float() - self.targets[index].float()
+        return difference[stream.real].square().sum()
