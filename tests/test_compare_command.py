@@ -181,7 +181,7 @@ def test_the_cost_of_what_is_built_is_the_exporter_s_size_and_measured_time(comp
     costs = {name: model["cost"] for name, model in report["models"].items()}
     written = sum(file.stat().st_size for file in exported.glob("*.safetensors"))
     assert costs["rounded"] == {"checkpoint_bytes": written}
-    assert costs["rtn:W4A8"]["checkpoint_bytes"] == pytest.approx(written, rel=0.02)  # headers and shapes apart
+    assert costs["rtn:W4A8"]["checkpoint_bytes"] == pytest.approx(written, abs=20_000)  # headers and shapes apart
     assert costs["rtn:W4A8"]["checkpoint_bytes"] < costs["dense"]["checkpoint_bytes"]
     assert costs["smoothquant:W4A6"]["seconds"] > 0
     assert costs["smoothquant:W4A6"]["peak_bytes"] > 10 * 2**20
@@ -605,7 +605,7 @@ def test_the_size_of_a_checkpoint_is_known_without_writing_it(small: Path, tmp_p
     policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
     write_checkpoint(source.folder, tmp_path, policy.folded(), policy.scheme, ignore=source.family.ignore)
     written = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    assert checkpoint_bytes(policy, source) == pytest.approx(written, rel=0.02)
+    assert checkpoint_bytes(policy, source) == pytest.approx(written, abs=20_000)  # headers apart
 
 
 def test_the_peak_is_of_the_block_alone() -> None:

@@ -240,7 +240,7 @@ def _qwen2_5_omni(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
     return {
         "architectures": ["Qwen2_5OmniModel"],
         "model_type": "qwen2_5_omni",
-        "enable_audio_output": False,  # there is no voice to speak with: published models keep theirs in spk_dict.pt
+        "enable_audio_output": True,
         "thinker_config": thinker,
         "talker_config": talker,
         "token2wav_config": _TOKEN2WAV,
