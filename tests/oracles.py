@@ -252,9 +252,14 @@ def token_step(x: Array, bits: int) -> Array:
     return np.abs(x).max(-1, keepdims=True) / ((2**bits - 1) / 2)
 
 
+def half_range(bits: int) -> float:
+    """Half the distance between the extreme codes, and a thousandth less: where a row's largest weight lies."""
+    return (2**bits - 1) / 2 / (1 + 2**-10)
+
+
 def row_step(weight: Array, ratio: Array, bits: int) -> Array:
-    """Symmetric, per output row (or group): ratio * max|W| / qmax."""
-    return ratio * np.abs(weight).max(-1, keepdims=True) / (2 ** (bits - 1) - 1)
+    """Symmetric, per output row (or group): ratio * max|W| over half the range."""
+    return ratio * np.abs(weight).max(-1, keepdims=True) / half_range(bits)
 
 
 def smoothed_weight(weight: Array, u_in: Array, u_out: Array | None) -> Array:

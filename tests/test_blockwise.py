@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import oracles
 import pytest
 import torch
 from conftest import MULTIMODAL, Tiny
@@ -89,7 +90,7 @@ class PlainBlock:
                     weight = weight * s
                 elif name == producer:
                     weight, bias = weight / s[:, None], None if bias is None else bias / s
-            step = clips[name].sigmoid() * weight.abs().amax(1, keepdim=True) / (2 ** (self.scheme.weight_bits - 1) - 1)
+            step = clips[name].sigmoid() * weight.abs().amax(1, keepdim=True) / oracles.half_range(self.scheme.weight_bits)
             inner = ".".join(LINEARS[name])
             given[f"{inner}.weight"] = straight_through(weight / step, self.scheme.weight_bits) * step
             if bias is not None:

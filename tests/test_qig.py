@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import oracles
 import pytest
 import torch
 from conftest import MULTIMODAL
@@ -66,7 +67,7 @@ def test_attributions_of_a_linear_are_its_formula(bed, pair, released):
     end = inputs[pair][0, stream.real[0]].numpy()
     start = rounded_start(policy, inputs[pair])[0, stream.real[0]].numpy()
     weight = block.child(name).weight.numpy()
-    step = 0.97 * np.abs(weight).max(1, keepdims=True) / 7
+    step = 0.97 * np.abs(weight).max(1, keepdims=True) / oracles.half_range(4)
     coarse = np.round(np.clip(weight / step, -8, 7)) * step
     path = np.arange(32) / 31 if released else (np.arange(32) + 0.5) / 32
     total = np.zeros_like(end)

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
+import oracles
 import pytest
 import torch
 from conftest import MULTIMODAL, Tiny
@@ -39,7 +40,7 @@ def naive_gradients(policy, sequences) -> dict[str, tuple[torch.Tensor, torch.Te
     pieces = {}
     for name in LINEARS:
         weight, bias = block.child(name).weight.detach(), block.child(name).bias
-        step = weight.abs().amax(1, keepdim=True) / high
+        step = weight.abs().amax(1, keepdim=True) / oracles.half_range(3)
         scaled = weight / step
         codes = scaled.clamp(low, high).round()
         pieces[name] = (codes * step).requires_grad_(), bias, step, scaled, codes

@@ -81,6 +81,17 @@ class Policy:
         }
         return settled
 
+    @torch.no_grad()
+    def centre(self, theta: Theta) -> Theta:
+        """The same Q with every weight moved by its offset onto the very code it has, half a step from any other: scales may
+        change a little without changing a code, and a code changes when the evidence for it adds up."""
+        self.freeze(theta)
+        centred = theta.clone()
+        for module in self._modules():
+            if isinstance(module, QuantLinear) and self.scheme.quantizes_weights:
+                centred.offset[module.block.path(module.name)] = module.centred_offset(theta)
+        return centred
+
     def release(self) -> None:
         """Give the memory back; the policy cannot speak any more."""
         for module in self._modules():

@@ -133,6 +133,9 @@ class CalibrateConfig(Config):
     hidden: Real = Field(default=1.0, ge=0, description="weight of the hidden-state error; 0 removes it")
     pair: Real = Field(default=1.0, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")
     response: Real = Field(default=1.0, ge=0, description="weight of the response KL; 0 removes it")
+    response_over: Literal["critical", "visited"] = Field(
+        default="critical", description="states of the response KL: the critical ones by weight, or all visited alike"
+    )
     normalize: Literal["energy", "none"] = Field(
         default="energy", description="divide each block's error by its dense energy; none is the paper's literal loss"
     )
@@ -144,22 +147,14 @@ class CalibrateConfig(Config):
     micro_batch: StrictInt = Field(default=4, ge=1, description="prompts per forward, at most `batch`")
     lr_smoothing: Real = Field(default=2e-3, ge=0, description="learning rate of the log-smoothing vectors")
     lr_step: Real = Field(default=5e-3, ge=0, description="learning rate of the per-row step ratios")
-    lr_rounding: Real | None = Field(
-        default=None, ge=0, description="step of the rounding offsets, decaying to 0; null is 1 / steps, 0.5 in all"
-    )
-    rounding: StrictBool = Field(default=False, description="learn rounding offsets too")
-    codes: Literal["free", "settled"] = Field(
-        default="free", description="settled: the start's codes stay, and only scales are learned"
+    lr_rounding: Real = Field(default=1e-2, ge=0, description="learning rate of the rounding offsets, in steps")
+    codes: Literal["free", "settled", "learned"] = Field(
+        default="free",
+        description="free: codes follow the scaled weights; settled: the start's stay; learned: by rounding offsets",
     )
     keep: Literal["best", "last"] = Field(default="best", description="iterate to keep; best is by held-out prompts")
     evaluations: StrictInt = Field(default=4, ge=1, description="held-out evaluations per round")
     checkpointing: StrictBool = Field(default=True, description="recompute activations in backward to save memory")
-
-    @model_validator(mode="after")
-    def _settled_codes_stay(self) -> Self:
-        if self.rounding and self.codes == "settled":
-            raise ValueError("rounding=true learns codes, codes=settled keeps them: choose one")
-        return self
 
 
 class ComputeConfig(Config):

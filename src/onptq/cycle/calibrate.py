@@ -23,6 +23,7 @@ from onptq.recipe import CalibrateConfig
 
 GRADIENT_NORM = 1.0
 FINAL_RATE = 0.1  # the cosine schedule ends here
+OFFSET_ADAM = {"betas": (0.9, 0.98), "eps": 1e-12}  # gradients of single weights are small, and early ones say little
 
 
 @dataclass(frozen=True)
@@ -97,23 +98,25 @@ def calibrate(
 ) -> Calibrated:
     """theta^(k) to theta^(k+1) on the critical states of `states` (none, or gamma = 0: the static control)."""
     critical = states if cfg.gamma > 0 else None
-    items = make_items(policy, prompts, trajectories, critical, modality_balanced=cfg.modality_balanced)
+    items = make_items(
+        policy,
+        prompts,
+        trajectories,
+        critical,
+        modality_balanced=cfg.modality_balanced,
+        every_response=cfg.response_over == "visited",
+    )
     targets = Targets(policy, target_budget)
     energy = block_energy(targets, items) if cfg.normalize == "energy" else None
     judge = None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg)
 
     if cfg.codes == "settled" and not theta.levels:
         theta = policy.settle(theta)
+    if cfg.codes == "learned":
+        theta = policy.centre(theta)
     batches = [batch for epoch in range(cfg.epochs) for batch in _batches(len(items), cfg.batch, seed + epoch)]
     progress = progress or Progress(theta.clone())
-    if cfg.rounding:
-        progress.theta.add_offsets(policy.structure.blocks, policy.device)
-    start = theta.clone()
-    progress.theta.requires_grad_()
-    if not cfg.rounding:  # offsets that the start brought along stay as they are
-        for offset in progress.theta.offset.values():
-            offset.requires_grad_(False)
-    update = _Update(progress.theta, start, cfg, len(batches), progress.moments)
+    update = _Update(progress.theta, theta.clone(), cfg, len(batches), progress.moments)
     policy.attach(progress.theta)
     history: list[dict[str, float]] = []
     if judge is not None and progress.step == 0:
@@ -177,17 +180,19 @@ def _batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 class _Update:
-    """AdamW on smoothing and step ratios, sign descent on rounding offsets, then back into the trust region."""
+    """AdamW on smoothing, step ratios and, where codes are learned, rounding offsets; then back into the trust region."""
 
     def __init__(
         self, theta: Theta, origin: Theta, cfg: CalibrateConfig, steps: int, moments: dict[str, Tensor]
     ) -> None:
         self.theta, self.origin, self.steps = theta, origin, steps
-        self.lr_rounding = cfg.lr_rounding if cfg.lr_rounding is not None else 1 / max(1, steps)
+        offsets = theta.offset if cfg.codes == "learned" else {}  # others, brought along by the start, stay as they are
+        parts = (theta.smoothing, cfg.lr_smoothing), (theta.ratio, cfg.lr_step), (offsets, cfg.lr_rounding)
         # By name: a theta read from disk comes in another order, and sums and moments must not depend on it.
-        smoothing, ratio = ([part[name] for name in sorted(part)] for part in (theta.smoothing, theta.ratio))
-        self.learned = smoothing + ratio
-        groups = [{"params": smoothing, "lr": cfg.lr_smoothing}, {"params": ratio, "lr": cfg.lr_step}]
+        groups = [{"params": [part[name] for name in sorted(part)], "lr": rate} for part, rate in parts if part]
+        groups[-1] |= OFFSET_ADAM if offsets else {}
+        self.scales = [*groups[0]["params"], *groups[1]["params"]]
+        self.learned = [parameter.requires_grad_() for group in groups for parameter in group["params"]]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         for name, tensor in moments.items():
@@ -200,14 +205,9 @@ class _Update:
         cosine = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * cosine
-        norm = torch.nn.utils.clip_grad_norm_(self.learned, GRADIENT_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(self.scales, GRADIENT_NORM)
         self.optimizer.step()
-        with torch.no_grad():
-            for offset in self.theta.offset.values():
-                if offset.grad is not None:
-                    offset -= self.lr_rounding * (1 - done) * offset.grad.sign()
-        for parameter in self.theta.parameters():
-            parameter.grad = None
+        self.optimizer.zero_grad()
         self.theta.project_(self.origin)
         return float(norm)
 
@@ -217,7 +217,8 @@ class _Update:
 
 
 class _Judge:
-    """Anchor plus on-policy KL on held-out prompts, at every state they visit."""
+    """Anchor and on-policy KL on held-out prompts, at every state they visit, weighted as the objective weights them. The static
+    control is judged alike."""
 
     def __init__(
         self, policy: Policy, holdout: Holdout, targets: Targets, energy: Tensor | None, cfg: CalibrateConfig
@@ -227,14 +228,15 @@ class _Judge:
             critical=np.ones(count, np.bool_), weight=np.full(count, 1 / count, np.float32)
         )
         self.items = make_items(policy, holdout.prompts, holdout.trajectories, every)
-        self.policy, self.targets, self.energy, self.size = policy, targets, energy, cfg.micro_batch
+        self.policy, self.targets, self.energy, self.cfg = policy, targets, energy, cfg
 
     @torch.no_grad()
     def consider(self, progress: Progress) -> float:
         """Score the current theta and keep it if it is the best so far."""
-        chunks = [self.items[start : start + self.size] for start in range(0, len(self.items), self.size)]
+        size, cfg = self.cfg.micro_batch, self.cfg
+        chunks = [self.items[start : start + size] for start in range(0, len(self.items), size)]
         terms = [measure(self.policy, chunk, self.targets, self.energy).floats() for chunk in chunks]
-        score = sum(term["anchor"] + term["response"] for term in terms)
+        score = sum(cfg.anchor * term["anchor"] + cfg.response * term["response"] for term in terms)
         if score < progress.best_score:
             progress.best, progress.best_score, progress.best_step = progress.theta.clone(), score, progress.step
         return score

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ class Item:
     sequence: EncodedPrompt
     anchor: Tensor  # [S] weight of each token in the anchor; 0 on response tokens
     at: Tensor  # [C] where in the sequence each critical state's prediction is made
-    weight: Tensor  # [C]
+    weight: Tensor  # [C] in the hidden and the pair loss
+    share: Tensor  # [C] in the response loss
     reference: Tensor  # [C]
     competitor: Tensor  # [C]
     margin_dense: Tensor  # [C]
@@ -62,16 +63,22 @@ def make_items(
     states: States | None,
     *,
     modality_balanced: bool = False,
+    every_response: bool = False,
 ) -> list[Item]:
-    """One item per prompt, with its weighted states; the anchor's weights sum to 1 over all prompts (Eq. 14's 1 / |U|)."""
+    """One item per prompt, with its weighted states; the anchor's weights sum to 1 over all prompts (Eq. 14's 1 / |U|).
+
+    With `every_response` the response loss is a plain mean over all states, critical or not."""
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     share = _anchor_share(prompts, modality_balanced)
     items = []
     for prompt in prompts:
         rows = np.zeros(0, np.int64)
         if states is not None:
-            rows = np.flatnonzero((states.prompt == prompt.ordinal) & (states.weight > 0))
-        items.append(_make_item(policy, prompt, by_prompt.get(prompt.ordinal), states, rows, share))
+            rows = np.flatnonzero((states.prompt == prompt.ordinal) & (every_response | (states.weight > 0)))
+        item = _make_item(policy, prompt, by_prompt.get(prompt.ordinal), states, rows, share)
+        if every_response and states is not None:
+            item = replace(item, share=torch.full_like(item.weight, 1 / len(states)))
+        items.append(item)
     return items
 
 
@@ -95,7 +102,8 @@ def _make_item(
     anchor = torch.zeros(sequence.length, device=device)
     anchor[: prompt.length] = share[prompt.modality.long()]
     weight, reference, competitor, margin_dense = columns
-    return Item(sequence, anchor, steps + prompt.length - 1, weight, reference.long(), competitor.long(), margin_dense)
+    at = steps + prompt.length - 1
+    return Item(sequence, anchor, at, weight, weight, reference.long(), competitor.long(), margin_dense)
 
 
 def _anchor_share(prompts: Sequence[EncodedPrompt], balanced: bool) -> Tensor:
@@ -172,16 +180,18 @@ def measure(
     with policy.speaking("Q"):
         final = policy.run(_tokens(batch), observe=observe, checkpointed=checkpointed)
     final_dense = torch.cat([blocks[-1][item.at] for blocks, item in zip(dense, items, strict=True)])
-    pair, response = _decision_terms(policy, items, final_dense, final[rows, at], weight)
+    pair, response = _decision_terms(policy, items, final_dense, final[rows, at])
     return Terms(anchor, hidden, pair, response)
 
 
 def _decision_terms(
-    policy: Policy, items: Sequence[Item], dense: Tensor, quant: Tensor, weight: Tensor
+    policy: Policy, items: Sequence[Item], dense: Tensor, quant: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Weighted sums of the pair loss (Eq. 16) and the response loss (Eq. 17), a chunk of states at a time."""
-    names = ("reference", "competitor", "margin_dense")
-    reference, competitor, margin_dense = (torch.cat([getattr(item, name) for item in items]) for name in names)
+    names = ("weight", "share", "reference", "competitor", "margin_dense")
+    weight, share, reference, competitor, margin_dense = (
+        torch.cat([getattr(item, name) for item in items]) for name in names
+    )
     pair = response = torch.zeros((), device=policy.device)
     size = state_rows(policy.vocabulary, models=4)
     for start in range(0, len(weight), size):
@@ -198,7 +208,7 @@ def _decision_terms(
             preserve_rng_state=False,
         )
         pair = pair + (losses[0] * weight[rows]).sum()
-        response = response + (losses[1] * weight[rows]).sum()
+        response = response + (losses[1] * share[rows]).sum()
     return pair, response
 
 

@@ -193,7 +193,7 @@ class Memory:
         return terms | self.offsets(OFFSET_COPIES + (2 if work.recipe.rounds > 1 else 0))
 
     def offsets(self, copies: int) -> Terms:
-        rounding = self.work.recipe.calibrate.rounding and self.work.recipe.rounds
+        rounding = self.work.recipe.calibrate.codes == "learned" and self.work.recipe.rounds
         return {"rounding offsets": self.shapes.linears * WIDE * copies} if rounding else {}
 
     def live_weights(self) -> int:

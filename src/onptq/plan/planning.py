@@ -184,7 +184,7 @@ def _too_large(phases: tuple[Phase, ...], machine: Machine) -> Iterator[str]:
 
 def _remedy(largest: list[tuple[str, int]]) -> str:
     remedies = {
-        "rounding offsets": "calibrate.rounding=false",
+        "rounding offsets": "calibrate.codes=settled",
         "activations in the graph": "calibrate.micro_batch=1",
         "residual streams and errors": "calibrate.micro_batch=1",
         "weights in the graph": "calibrate.checkpointing=true",

@@ -81,6 +81,15 @@ class QuantLinear(nn.Module):
         else:
             self.folded = FoldedLinear(weight.to(self.storage), weight.new_ones(1, 1), None, bias)
 
+    def centred_offset(self, theta: Theta) -> Tensor:
+        """From the smoothed weight to the code it was frozen to, in steps, [O, I]."""
+        folded = self.folded
+        assert folded is not None
+        level, exact = folded.codes.float().view(*folded.step.shape, -1), self._smoothed(theta)
+        if folded.zero is not None:
+            level = level - folded.zero.float()[..., None]
+        return level.view_as(exact) - (exact.view_as(level) / folded.step.float()[..., None]).view_as(exact)
+
     def _live_weight(self, theta: Theta) -> tuple[Tensor, Tensor | None]:
         path, dtype = self.block.path(self.name), self.weight.dtype
         if path in theta.levels:

@@ -8,6 +8,10 @@ from torch import Tensor
 from onptq.quantizer.integer import FakeQuantize, cast_through, code_range, round_to_codes
 from onptq.schemes import Scheme
 
+# A symmetric grid reaches half a step beyond its last positive code, and a row's largest weight would lie on the tie between
+# two codes, where the last bit of a product decides. This keeps it just inside.
+OFF_TIE = 1 + 2**-10
+
 
 def smoothed(weight: Tensor, log_in: Tensor, log_out: Tensor | None) -> Tensor:
     """W' = diag(1 / s_out) W diag(s_in), fp32 [O, I]."""
@@ -22,7 +26,7 @@ def weight_grid(
     low, high = code_range(scheme.weight_bits)
     ratio = log_ratio.exp()[..., None]
     if scheme.symmetric:
-        span = weight.abs().amax(dim=-1, keepdim=True) / high
+        span = weight.abs().amax(dim=-1, keepdim=True) * (OFF_TIE / ((high - low) / 2))
     else:
         floor = weight.amin(dim=-1, keepdim=True).clamp(max=0)
         span = (weight.amax(dim=-1, keepdim=True).clamp(min=0) - floor) / (high - low)
