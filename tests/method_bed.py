@@ -101,7 +101,7 @@ def check_manners(
     again = method(policy, prompts, lambda blocks: None)
     assert theta.tensors().keys() == again.tensors().keys()
     assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in theta.tensors().items())
-    assert not any(parameter.requires_grad or parameter.grad_fn for parameter in theta.parameters())
+    assert not any(parameter.requires_grad or parameter.grad_fn for parameter in theta.tensors().values())
 
     assert all(a is b for a, b in zip(policy.model.modules(), modules, strict=True))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in policy.model.state_dict().items())

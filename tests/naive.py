@@ -52,6 +52,19 @@ def without_ties() -> Iterator[None]:
 
 
 @contextmanager
+def in_double() -> Iterator[None]:
+    """theta and whatever else the library computes in float32 in float64: no value comes so near a tie that two ways to
+    compute it round it to different codes, and what follows from a code can be compared digit by digit."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with patch.object(Tensor, "float", Tensor.double):
+            yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+@contextmanager
 def deployed_rounding() -> Iterator[None]:
     """The real activation steps again, inside `without_ties`: for what must hold bit for bit, ties or not."""
     with patch.object(modules, "fake_quantize_activations", fake_quantize_activations):

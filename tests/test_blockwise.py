@@ -22,7 +22,7 @@ from method_bed import (
     sequences_of,
     short_responses,
 )
-from naive import without_ties
+from naive import in_double, without_ties
 from torch import Tensor
 from torch.func import functional_call
 
@@ -48,7 +48,8 @@ def beds(small: Path) -> Iterator[Beds]:
             bed = open_small(small)
             policy = exact_policy(bed, scheme)
             prompts = bed.encode(policy, PROMPTS)
-            theta = blockwise(policy, prompts, responses=short_responses(prompts), steps=STEPS)
+            with in_double():
+                theta = blockwise(policy, prompts, responses=short_responses(prompts), steps=STEPS)
             made[scheme] = bed, policy, sequences_of(policy, prompts), theta
         return made[scheme]
 
@@ -90,7 +91,9 @@ class PlainBlock:
                     weight = weight * s
                 elif name == producer:
                     weight, bias = weight / s[:, None], None if bias is None else bias / s
-            step = clips[name].sigmoid() * weight.abs().amax(1, keepdim=True) / oracles.half_range(self.scheme.weight_bits)
+            step = (
+                clips[name].sigmoid() * weight.abs().amax(1, keepdim=True) / oracles.half_range(self.scheme.weight_bits)
+            )
             inner = ".".join(LINEARS[name])
             given[f"{inner}.weight"] = straight_through(weight / step, self.scheme.weight_bits) * step
             if bias is not None:

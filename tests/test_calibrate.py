@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import oracles
 import pytest
 import torch
 from conftest import Tiny
+from test_theta import deployed, learnable, zero_offsets
 
 from onptq.bank import States, Trajectory
 from onptq.cycle.branch import branch
@@ -51,8 +53,8 @@ class Bed:
         energy = block_energy(targets, items) if cfg.normalize == "energy" else None
         return float(objective(measure(self.policy, items, targets, energy), cfg))
 
-    def holdout_score(self, theta: Theta) -> float:
-        """Anchor plus mean on-policy KL, energy-normalized as in training."""
+    def holdout_score(self, theta: Theta, anchor: float = 1.0, response: float = 1.0) -> float:
+        """Anchor and mean on-policy KL, weighted, energy-normalized as in training."""
         self.policy.freeze(theta)
         targets, states = Targets(self.policy, None), self.holdout.states
         energy = block_energy(targets, make_items(self.policy, self.prompts, [], None))
@@ -61,7 +63,10 @@ class Bed:
         )
         items = make_items(self.policy, self.holdout.prompts, self.holdout.trajectories, every)
         terms = measure(self.policy, items, targets, energy).floats()
-        return terms["anchor"] + terms["response"]
+        return anchor * terms["anchor"] + response * terms["response"]
+
+    def codes(self, theta: Theta) -> dict[str, torch.Tensor]:
+        return {path: piece.codes.int() for path, piece in deployed(self.policy, theta).items()}
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +116,18 @@ def same(a: Theta, b: Theta) -> bool:
 
 def close(a: Theta, b: Theta) -> bool:
     """Up to the few entries whose gradient is so near zero that rounding decides the direction of Adam's step."""
-    left, right = (torch.cat([p.detach().flatten() for p in theta.parameters()]) for theta in (a, b))
+    left, right = (torch.cat([p.flatten() for p in theta.tensors().values()]) for theta in (a, b))
     return bool(((left - right).abs() > 5e-5).double().mean() < 0.01)
 
 
 def test_the_start_is_not_touched(bed: Bed) -> None:
     before = bed.theta.clone()
-    result = bed.calibrate(short(rounding=True))
-    assert same(bed.theta, before)
-    assert not same(result.theta, before)
-    assert not any(parameter.requires_grad for parameter in result.theta.parameters())
+    for codes in ("free", "settled", "learned"):
+        result = bed.calibrate(short(codes=codes))
+        assert same(bed.theta, before)
+        assert not same(result.theta, before)
+        parts = result.theta.smoothing, result.theta.ratio, result.theta.offset
+        assert not any(tensor.requires_grad for part in parts for tensor in part.values())
 
 
 # It lowers the objective
@@ -147,7 +154,7 @@ def test_each_critical_term_alone_can_be_lowered(bed: Bed, term: str) -> None:
 def test_the_first_step_is_adamw_on_the_clipped_gradient(weights_only: Bed) -> None:
     bed = weights_only
     cfg = full_batch(epochs=1, gamma=30.0, normalize="none")
-    theta = bed.theta.clone().requires_grad_()
+    theta = learnable(bed.theta)
     bed.policy.attach(theta)
     items = make_items(bed.policy, bed.prompts, bed.trajectories, bed.states)
     objective(measure(bed.policy, items, Targets(bed.policy, None)), cfg).backward()
@@ -274,13 +281,13 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("rounding", [False, True], ids=["", "rounding"])
+@pytest.mark.parametrize("codes", ["free", "settled", "learned"])
 @pytest.mark.parametrize("held_out", [False, True], ids=["", "holdout"])
 @pytest.mark.parametrize("at", [1, 4])
 def test_an_interrupted_update_ends_where_the_uninterrupted_one_does(
-    bed: Bed, tmp_path: Path, at: int, held_out: bool, rounding: bool
+    bed: Bed, tmp_path: Path, at: int, held_out: bool, codes: str
 ) -> None:
-    cfg, options = short(rounding=rounding, evaluations=3), {"holdout": bed.holdout if held_out else None, "seed": 5}
+    cfg, options = short(codes=codes, evaluations=3), {"holdout": bed.holdout if held_out else None, "seed": 5}
     whole = bed.calibrate(cfg, **options)
     assert len(whole.history) == 6
     file = tmp_path / "progress.safetensors"
@@ -322,9 +329,11 @@ def test_an_update_does_not_depend_on_the_order_in_which_theta_was_read(bed: Bed
         assert same(result.theta, expected.theta)
 
 
-def test_progress_survives_the_disk_bit_for_bit(bed: Bed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("codes", ["settled", "learned"])
+def test_progress_survives_the_disk_bit_for_bit(bed: Bed, tmp_path: Path, codes: str) -> None:
     kept: list[Progress] = []
-    bed.calibrate(short(epochs=1, rounding=True), holdout=bed.holdout, save=kept.append)
+    bed.calibrate(short(epochs=1, codes=codes), holdout=bed.holdout, save=kept.append)
+    assert kept[-1].theta.offset or kept[-1].theta.levels
     progress, file = kept[-1], tmp_path / "progress.safetensors"
     progress.save(file)
     loaded = Progress.load(file, "cpu")
@@ -347,14 +356,36 @@ def test_progress_survives_the_disk_bit_for_bit(bed: Bed, tmp_path: Path) -> Non
 # The best iterate
 
 
-def test_the_kept_iterate_is_the_best_on_held_out_prompts(bed: Bed) -> None:
-    result = bed.calibrate(full_batch(evaluations=8), holdout=bed.holdout)
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.2, 10.0), (0.0, 3.0)], ids=str)
+def test_the_kept_iterate_is_the_best_on_held_out_prompts_as_the_objective_weighs_them(
+    bed: Bed, weights: tuple[float, float]
+) -> None:
+    anchor, response = weights
+    result = bed.calibrate(full_batch(evaluations=8, anchor=anchor, response=response), holdout=bed.holdout)
     scores = {record["step"]: record["holdout"] for record in result.history}
-    scores[0] = bed.holdout_score(bed.theta)
+    scores[0] = bed.holdout_score(bed.theta, anchor, response)
     assert len(scores) == 9
     assert result.best_step == min(scores, key=lambda step: scores[step])
-    assert bed.holdout_score(result.theta) == pytest.approx(min(scores.values()), rel=1e-4)
-    assert bed.holdout_score(result.theta) <= scores[0] * (1 + 1e-6)
+    assert bed.holdout_score(result.theta, anchor, response) == pytest.approx(min(scores.values()), rel=1e-4)
+    assert bed.holdout_score(result.theta, anchor, response) <= scores[0] * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 4.0), (0.0, 1.0)], ids=str)
+def test_the_held_out_score_is_the_weighted_anchor_and_the_mean_kl(
+    weights_only: Bed, weights: tuple[float, float]
+) -> None:
+    """The KL is what Compare wrote into the bank, a plain mean of it; gamma and the critical states have no say."""
+    bed, (anchor, response) = weights_only, weights
+    still = {"lr_smoothing": 0.0, "lr_step": 0.0, "epochs": 1, "anchor": anchor, "response": response}
+    policy, targets = bed.policy, Targets(bed.policy, None)
+    policy.freeze(bed.theta)
+    energy = block_energy(targets, make_items(policy, bed.prompts, [], None))
+    context = make_items(policy, bed.holdout.prompts, [], None)
+    expected = anchor * measure(policy, context, targets, energy).floats()["anchor"]
+    expected += response * float(bed.holdout.states.kl.mean())
+    for cfg in (full_batch(**still), full_batch(**still, gamma=0.0), full_batch(**still, response_over="visited")):
+        (record,) = bed.calibrate(cfg, holdout=bed.holdout).history
+        assert record["holdout"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_an_update_that_only_harms_returns_the_start(bed: Bed) -> None:
@@ -385,28 +416,83 @@ def test_held_out_prompts_choose_but_do_not_teach(bed: Bed) -> None:
     assert stripped == without.history
 
 
-# Rounding offsets
+# The response loss over visited states
 
 
-def test_rounding_offsets_stay_within_half_a_step_and_move_codes(bed: Bed) -> None:
-    result = bed.calibrate(full_batch(rounding=True))
-    offsets = torch.cat([offset.flatten() for offset in result.theta.offset.values()])
-    assert offsets.abs().max() <= 0.5
-    assert offsets.abs().max() > 0.2
-    bed.policy.freeze(result.theta)
-    with_offsets = {path: piece.codes for path, piece in bed.policy.folded() if hasattr(piece, "codes")}
-    bed.policy.freeze(Theta(result.theta.smoothing, result.theta.ratio))
-    nearest = {path: piece.codes for path, piece in bed.policy.folded() if hasattr(piece, "codes")}
-    assert with_offsets.keys() == result.theta.offset.keys()
-    for path, codes in with_offsets.items():
-        change = (codes.int() - nearest[path].int()).abs()
+def test_over_visited_states_the_response_loss_is_the_mean_kl_of_the_bank(weights_only: Bed) -> None:
+    still = {"epochs": 1, "lr_smoothing": 0.0, "lr_step": 0.0}
+    (visited,) = weights_only.calibrate(full_batch(**still, response_over="visited")).history
+    (critical,) = weights_only.calibrate(full_batch(**still)).history
+    states = weights_only.states
+    assert 0 < states.critical.sum() < len(states)
+    assert visited["response"] == pytest.approx(float(states.kl.mean()), rel=1e-4)
+    assert critical["response"] == pytest.approx(float((states.kl * states.weight).sum()), rel=1e-4)
+    assert visited["response"] != pytest.approx(critical["response"], rel=0.01)
+    for term in ("anchor", "hidden", "pair"):
+        assert visited[term] == pytest.approx(critical[term], rel=1e-5)
+
+
+def test_gamma_zero_hears_nothing_of_visited_states(bed: Bed) -> None:
+    visited = bed.calibrate(short(gamma=0.0, response_over="visited"))
+    assert same(visited.theta, bed.calibrate(short(gamma=0.0)).theta)
+    assert all(record["response"] == 0 for record in visited.history)
+
+
+# Learned codes
+
+LEARNED = {"codes": "learned", "lr_smoothing": 0.0, "lr_step": 0.0}  # and nothing but codes
+
+
+def test_learned_codes_begin_as_the_starts_own(bed: Bed) -> None:
+    kept: list[Progress] = []
+    still = full_batch(**LEARNED, lr_rounding=0.0, epochs=1)
+    bed.calibrate(still, save=lambda progress: kept.append(replace(progress, theta=progress.theta.clone())))
+    centred = bed.policy.centre(bed.theta)
+    assert same(kept[0].theta, centred)
+    free = bed.calibrate(full_batch(lr_smoothing=0.0, lr_step=0.0, epochs=1))
+    assert bed.calibrate(still).history[0]["loss"] == pytest.approx(free.history[0]["loss"], rel=1e-6)
+
+
+def test_a_code_changes_only_when_the_evidence_for_it_adds_up(bed: Bed) -> None:
+    """Eight steps of a hundredth leave every weight within half a step of its code; eight that are larger do not."""
+    before, begin = bed.codes(bed.theta), bed.policy.centre(bed.theta).offset
+    slow = bed.calibrate(full_batch(**LEARNED))
+    assert not any(torch.equal(offset, slow.theta.offset[key]) for key, offset in begin.items())
+    after = bed.codes(slow.theta)
+    assert all(torch.equal(codes, after[path]) for path, codes in before.items())
+    after = bed.codes(bed.calibrate(full_batch(**LEARNED, lr_rounding=0.15)).theta)
+    for path, codes in before.items():
+        change = (after[path] - codes).abs()
         assert 0 < change.double().mean() < 0.5, path
         assert change.max() == 1
 
 
-def test_offsets_of_the_start_stay_where_nothing_is_said_about_rounding(bed: Bed) -> None:
+def test_learning_codes_lowers_the_objective_of_the_deployed_model(bed: Bed) -> None:
+    """One prompt a step: directions that prompts do not share cancel before a code changes."""
+    cfg = short(**LEARNED, lr_rounding=0.03, batch=1, epochs=10)
+    result = bed.calibrate(cfg)
+    assert bed.loss(result.theta, cfg) < 0.6 * bed.loss(bed.theta, cfg)
+
+
+@pytest.mark.parametrize("clipped", [False, True], ids=["full range", "clipped"])
+def test_offsets_stay_within_half_a_step_or_where_they_began(bed: Bed, clipped: bool) -> None:
     start = bed.theta.clone()
-    start.add_offsets(bed.policy.structure.blocks)
+    for ratio in start.ratio.values():
+        ratio.fill_(
+            math.log(0.6) if clipped else 0.0
+        )  # weights beyond the last code lie further from it than half a step
+    begin = bed.policy.centre(start).offset
+    result = replace(bed, theta=start).calibrate(full_batch(codes="learned", epochs=3, lr_rounding=5.0))
+    for key, offset in result.theta.offset.items():
+        assert (offset >= begin[key].clamp(max=-0.5)).all()
+        assert (offset <= begin[key].clamp(min=0.5)).all()
+        assert float(offset.abs().median()) == 0.5, "so large a step ends at the bounds"
+    assert any(float(offset.abs().max()) > 0.6 for offset in begin.values()) == clipped
+
+
+def test_offsets_of_the_start_stay_where_codes_are_not_learned(bed: Bed) -> None:
+    start = bed.theta.clone()
+    start.offset = zero_offsets(bed.policy)
     for offset in start.offset.values():
         offset[:, ::3] = 0.7  # as GPTQ's codes, beyond half a step
     result = replace(bed, theta=start).calibrate(short(epochs=1))
@@ -414,28 +500,50 @@ def test_offsets_of_the_start_stay_where_nothing_is_said_about_rounding(bed: Bed
     assert all(torch.equal(offset, start.offset[key]) for key, offset in result.theta.offset.items())
 
 
-def test_offsets_take_sign_steps_that_shrink_to_nothing(bed: Bed) -> None:
-    seen: list[torch.Tensor] = []
+def test_offsets_take_the_steps_of_adam_written_out(weights_only: Bed) -> None:
+    """Unclipped gradients, betas 0.9 and 0.98, no epsilon to speak of, the same cosine as the scales."""
+    bed, steps, rate = weights_only, 3, 0.02
+    cfg = full_batch(codes="learned", epochs=steps, lr_rounding=rate, gamma=30.0, normalize="none", micro_batch=6)
+    seen = [bed.policy.centre(bed.theta)]
+    result = bed.calibrate(cfg, save=lambda progress: seen.append(progress.theta.clone()))
+    assert len(seen) == steps + 1
+    assert result.history[0]["gradient"] > 1, "that of the scales is clipped"
+    items = make_items(bed.policy, bed.prompts, bed.trajectories, bed.states)
+    gradients: list[dict[str, np.ndarray]] = []
+    for theta in seen[:-1]:
+        live = learnable(theta)
+        bed.policy.attach(live)
+        objective(measure(bed.policy, items, Targets(bed.policy, None)), cfg).backward()
+        gradients.append({key: offset.grad.double().numpy() for key, offset in live.offset.items()})  # type: ignore[union-attr]
+    rates = [oracles.cosine_rate(rate, step, steps) for step in range(steps)]
+    off = count = 0
+    for key, begin in seen[0].offset.items():
+        expected = begin.double().numpy()
+        bounds = np.minimum(expected, -0.5), np.maximum(expected, 0.5)
+        for step, move in enumerate(oracles.adam_moves([g[key] for g in gradients], rates, (0.9, 0.98), 1e-12)):
+            expected = np.clip(expected + np.where(gradients[0][key] == 0, 0, move), *bounds)
+            wrong = np.abs(seen[step + 1].offset[key].double().numpy() - expected) > 0.01 * rate
+            off, count = off + int(wrong.sum()), count + wrong.size
+        assert np.abs(expected - begin.double().numpy()).max() > 2 * rate
+    assert off / count < 0.01  # a gradient that is all noise has no direction to agree on
 
-    def keep(progress: Progress) -> None:
-        seen.append(torch.cat([v.flatten() for v in progress.theta.clone().offset.values()]))
 
-    bed.calibrate(full_batch(rounding=True, epochs=4), save=keep)
-    moves = torch.stack([torch.zeros_like(seen[0]), *seen]).diff(dim=0).abs()
-    for step, move in enumerate(moves):
-        expected = (1 / 4) * (1 - step / 4)
-        stopped = (move < 1e-7) | (torch.stack(seen)[step].abs() == 0.5)  # no gradient, or the end of the range
-        torch.testing.assert_close(move[~stopped], torch.full_like(move[~stopped], expected))
-    assert float(seen[-1].abs().max()) == 0.5
-
-
-def test_a_larger_step_of_the_offsets_is_clamped(bed: Bed) -> None:
-    result = bed.calibrate(full_batch(rounding=True, epochs=2, lr_rounding=5.0))
-    assert max(float(offset.abs().max()) for offset in result.theta.offset.values()) == 0.5
+def test_the_moments_of_offsets_forget_sooner_than_those_of_scales(bed: Bed) -> None:
+    """After one step they are (1 - beta) times the gradient and its square."""
+    moments: dict[str, torch.Tensor] = {}
+    bed.calibrate(full_batch(**LEARNED, epochs=1), save=lambda progress: moments.update(progress.moments))
+    scales = len(bed.theta.smoothing) + len(bed.theta.ratio)
+    for index in range(scales + len(bed.theta.ratio)):
+        first, second = moments[f"{index}/exp_avg"] / 0.1, moments[f"{index}/exp_avg_sq"]
+        torch.testing.assert_close(second, (0.001 if index < scales else 0.02) * first.square(), rtol=1e-4, atol=1e-30)
+    assert f"{scales + len(bed.theta.ratio)}/exp_avg" not in moments
 
 
-def test_without_rounding_there_are_no_offsets(bed: Bed) -> None:
+def test_without_learned_codes_there_are_no_offsets(bed: Bed) -> None:
     assert not bed.calibrate(short()).theta.offset
+    settled = bed.calibrate(short(codes="settled")).theta
+    assert not settled.offset
+    assert settled.levels
 
 
 # Failure

@@ -99,7 +99,7 @@ def report_of(out: Path, model: Path) -> dict[str, Any]:
 def test_the_main_suite_is_every_model_scheme_and_method_on_whole_splits() -> None:
     main = SUITES["main"]
     names = candidate_names(main.methods, main.schemes)
-    assert (len(main.models), len(names), len(set(names))) == (5, 7 * 12, 7 * 12)
+    assert (len(main.models), len(names), len(set(names))) == (5, 7 * 13, 7 * 13)
     assert (main.items, main.prompts, main.preset, main.changes) == (None, 128, "default", ())
     assert set(main.models) <= set(catalog.ENTRIES)
     parsed = parse_candidates(names, Recipe.preset(main.preset))

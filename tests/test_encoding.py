@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from onptq.cycle.prefixes import causal_mask
 from onptq.data.manifest import load_manifest
+from onptq.data.prompts import Prompt
+from onptq.errors import OnPTQError
 from onptq.models.decoder import Tokens
-from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.encoding import CHUNK_PROMPTS, CHUNK_ROWS, EncodedPrompt, PromptBatch, chunked, encode_prompts
 from onptq.models.processing import ModelInputs
 from onptq.policy import Policy
 
@@ -26,8 +29,23 @@ def all_inputs(tiny: Tiny) -> list[ModelInputs]:
     return [tiny.processor(prompt) for prompt in load_manifest(tiny.manifest)[:COUNT]]
 
 
+def crowded(prompts: Sequence[Prompt]) -> Prompt:
+    """A prompt of three pictures, and of two sounds where the others have any."""
+    images = [image for prompt in prompts for image in prompt.images][:3]
+    audios = [audio for prompt in prompts for audio in prompt.audios][:2]
+    parts = [{"type": "image"}, {"type": "text", "text": "then"}, *[{"type": "audio"}] * len(audios)]
+    content = [*parts, {"type": "image"}, {"type": "image"}, {"type": "text", "text": "which one?"}]
+    return replace(
+        prompts[0], messages=({"role": "user", "content": content},), images=tuple(images), audios=tuple(audios)
+    )
+
+
 def encode(policy: Policy, inputs: ModelInputs, ordinal: int = 0) -> EncodedPrompt:
     return policy.encode(inputs.tensors, inputs.modality, ordinal)
+
+
+def encode_many(policy: Policy, inputs: Sequence[ModelInputs]) -> list[EncodedPrompt]:
+    return policy.encode_many([one.tensors for one in inputs], [one.modality for one in inputs], range(len(inputs)))
 
 
 def with_response(policy: Policy, prompt: EncodedPrompt) -> EncodedPrompt:
@@ -43,11 +61,16 @@ def decode(policy: Policy, batch: PromptBatch) -> Tensor:
         return policy.run(tokens)
 
 
-def assert_same(one: EncodedPrompt, other: EncodedPrompt) -> None:
+def assert_same(one: EncodedPrompt, other: EncodedPrompt, tolerance: float = 0.0) -> None:
+    """Ids, positions and places are the same; features within a share `tolerance` of the largest."""
     for name in ("ids", "embeds", "positions", "modality", "deepstack", "deepstack_at"):
         mine, theirs = getattr(one, name), getattr(other, name)
         assert (mine is None) == (theirs is None), name
-        assert mine is None or torch.equal(mine, theirs), name
+        if mine is not None:
+            allowed = tolerance * float(theirs.abs().max()) if theirs.is_floating_point() else 0.0
+            torch.testing.assert_close(
+                mine, theirs, rtol=0, atol=allowed, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -193,6 +216,124 @@ def test_what_stands_in_the_padding_is_never_read(tiny: Callable[[str], Tiny], f
     found = decode(policy, dirty)
     assert torch.equal(found[batch.real], clean[batch.real])
     assert not torch.equal(found[padding], clean[padding])
+
+
+# --- many at once -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_encoded_together_are_what_each_is_alone(tiny: Callable[[str], Tiny], family: str) -> None:
+    policy, inputs = tiny(family).policy("W4A16", torch.float64), all_inputs(tiny(family))
+    assert len({one.length for one in inputs}) > COUNT / 2
+    if family in MULTIMODAL:
+        inputs.append(tiny(family).processor(crowded(load_manifest(tiny(family).manifest)[:COUNT])))
+        grids = [one.tensors["image_grid_thw"] for one in inputs if _sees(one)]
+        assert {len(grid) for grid in grids} >= {1, 3}
+        assert len({tuple(grid) for grid in torch.cat(grids).tolist()}) > 1
+    for chosen in (inputs, inputs[::-1], [*inputs[3:], inputs[0], inputs[0]]):
+        for ordinal, (one, together) in enumerate(zip(chosen, encode_many(policy, chosen), strict=True)):
+            assert_same(together, encode(policy, one), tolerance=1e-12)
+            assert together.ordinal == ordinal
+
+
+def test_sounds_of_different_lengths_are_encoded_together(tiny: Callable[[str], Tiny]) -> None:
+    omni = tiny("qwen2.5-omni")
+    policy = omni.policy("W4A16", torch.float64)
+    heard = [one for one in map(omni.processor, load_manifest(omni.manifest)) if "input_features" in one.tensors]
+    assert len({one.tensors["input_features"].shape[-1] for one in heard}) > 1
+    for one, together in zip(heard, encode_many(policy, heard), strict=True):
+        assert_same(together, encode(policy, one), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_neighbours_do_not_matter(tiny: Callable[[str], Tiny], family: str) -> None:
+    """Other pictures beside it, as large and as many, leave a prompt's features alone."""
+    policy, inputs = tiny(family).policy("W4A16", torch.float64), all_inputs(tiny(family))
+    seen = [one for one in inputs if _sees(one)]
+    noisy = [replace(one, tensors=one.tensors | {"pixel_values": 5 - one.tensors["pixel_values"]}) for one in seen[1:]]
+    expected, *others = encode_many(policy, seen)
+    found, *changed = encode_many(policy, [seen[0], *noisy])
+    assert_same(found, expected, tolerance=1e-12)
+    assert all((one.embeds - other.embeds).abs().max() > 1e-3 for one, other in zip(others, changed, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_encoded_prompt_holds_no_memory_of_its_neighbours(tiny: Callable[[str], Tiny], family: str) -> None:
+    for prompt in encode_many(tiny(family).policy("W4A16"), all_inputs(tiny(family))):
+        for tensor in (prompt.ids, prompt.embeds, prompt.positions, prompt.deepstack):
+            assert tensor is None or tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_padding_is_never_taken_for_a_picture(tiny: Callable[[str], Tiny], family: str) -> None:
+    """Even where the placeholder is token 0, with which a batch would else be padded."""
+    policy = tiny(family).policy("W4A16", torch.float64)
+    placeholder = tiny(family).processor.placeholders[1]
+    inputs = [one for one in all_inputs(tiny(family)) if _sees(one)]
+    expected = [encode(policy, one) for one in inputs]
+    swapped = []
+    for one in inputs:
+        ids = one.input_ids.clone()
+        assert not (ids == 0).any()
+        ids[ids == placeholder] = 0
+        swapped.append(replace(one, tensors=one.tensors | {"input_ids": ids}))
+    for module in policy.model.modules():
+        if hasattr(module, "config") and hasattr(module.config, "image_token_id"):
+            module.config.image_token_id = 0
+    for together, alone in zip(encode_many(policy, swapped), expected, strict=True):
+        torch.testing.assert_close(together.embeds, alone.embeds, rtol=0, atol=1e-11)
+        assert torch.equal(together.positions, alone.positions)
+
+
+def test_nothing_is_encoded_into_nothing(tiny: Callable[[str], Tiny]) -> None:
+    assert encode_many(tiny("llama").policy("W4A16"), []) == []
+
+
+def test_chunks_bound_prompts_and_rows_and_keep_the_order() -> None:
+    def inputs(tokens: int, patches: int = 0, frames: int = 0) -> ModelInputs:
+        media = {"pixel_values": torch.empty(patches, 1)} if patches else {}
+        heard = {"feature_attention_mask": torch.empty(2, frames // 2)} if frames else {}
+        return ModelInputs(media | heard, torch.zeros(tokens, dtype=torch.int8))
+
+    def sizes(*given: ModelInputs) -> list[int]:
+        chunks = list(chunked(iter(given)))
+        assert [id(one) for chunk in chunks for one in chunk] == [id(one) for one in given]
+        return [len(chunk) for chunk in chunks]
+
+    assert sizes() == []
+    assert sizes(*[inputs(1)] * (CHUNK_PROMPTS + 1)) == [CHUNK_PROMPTS, 1]
+    half = CHUNK_ROWS // 2
+    assert sizes(*[inputs(half)] * 3) == [2, 1]
+    assert sizes(inputs(1), inputs(half), inputs(1)) == [2, 1]  # padded to the longest, three would be too many
+    assert sizes(*[inputs(10, patches=half - 10)] * 3) == [2, 1]
+    assert sizes(*[inputs(10, frames=half - 10)] * 3) == [2, 1]
+    assert sizes(inputs(1), inputs(10, patches=3 * CHUNK_ROWS), inputs(1)) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_are_encoded_chunk_by_chunk_under_their_ordinals(
+    tiny: Callable[[str], Tiny], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onptq.models.encoding.CHUNK_PROMPTS", 3)
+    policy, prompts = tiny(family).policy("W4A16", torch.float64), load_manifest(tiny(family).manifest)[:COUNT]
+    advanced: list[int] = []
+    ordinals = [7 * index for index in range(COUNT)]
+    encoded = encode_prompts(policy, tiny(family).processor, prompts, [4] * COUNT, ordinals, advanced.append)
+    assert sum(advanced) == COUNT
+    assert max(advanced) <= 3
+    assert [one.ordinal for one in encoded] == ordinals
+    for one, inputs in zip(encoded, all_inputs(tiny(family)), strict=True):
+        assert_same(one, encode(policy, inputs), tolerance=1e-12)
+
+
+def test_a_prompt_that_does_not_fit_with_its_own_response_is_refused(tiny: Callable[[str], Tiny]) -> None:
+    policy, prompts = tiny("llama").policy("W4A16"), load_manifest(tiny("llama").manifest)[:2]
+    processor = tiny("llama").processor
+    assert processor.context is not None
+    room = processor.context - processor(prompts[1]).length
+    encode_prompts(policy, processor, prompts, [1, room], range(2), lambda count: None)
+    with pytest.raises(OnPTQError, match=re.escape(repr(prompts[1].id))):
+        encode_prompts(policy, processor, prompts, [1, room + 1], range(2), lambda count: None)
 
 
 def _sees(inputs: ModelInputs) -> bool:

@@ -173,6 +173,19 @@ def test_codes_far_from_plain_rounding_survive_the_trust_region_and_the_disk(bed
         assert torch.equal(offset, (theta.offset[path] + 2).clamp(max=theta.offset[path].clamp(min=0.5)))
 
 
+@pytest.mark.parametrize("scheme", ["W3A8", "W3A16-g32-asym"])
+def test_centring_takes_its_codes_as_they_are(beds: Beds, scheme: str) -> None:
+    policy, _, theta = beds(scheme)
+    before = deployed(policy, theta)
+    centred = policy.centre(theta)
+    moved = torch.cat([(centred.offset[path] - offset).abs().flatten() for path, offset in theta.offset.items()])
+    assert moved.max() < 0.5001, "no further than to the middle of the code"
+    for path, piece in deployed(policy, centred).items():
+        assert torch.equal(piece.codes, before[path].codes)
+        assert torch.equal(piece.step, before[path].step)
+        assert piece.zero is None or torch.equal(piece.zero, before[path].zero)
+
+
 def test_the_live_graph_is_the_deployed_one(beds: Beds) -> None:
     policy, sequences, theta = beds("W3A16-g32-asym")
     policy.freeze(theta)

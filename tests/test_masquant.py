@@ -172,7 +172,7 @@ def test_every_family_gives_the_same_theta_twice_and_keeps_its_policy(tiny, fami
     assert footprint(policy) == before
     assert steps == [1] * policy.blocks
     again = masquant(policy, prompts)
-    assert all(torch.equal(a, b) for a, b in zip(theta.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(theta.tensors().values(), again.tensors().values(), strict=True))
     assert all(torch.isfinite(u).all() and not u.requires_grad for u in theta.smoothing.values())
     assert all(not ratio.any() for ratio in theta.ratio.values())
 

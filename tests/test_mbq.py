@@ -153,7 +153,7 @@ def test_every_family_gives_the_same_theta_twice_and_keeps_its_policy(tiny, fami
     assert footprint(policy) == before
     assert steps == [1] * policy.blocks
     again = mbq(policy, prompts)
-    assert all(torch.equal(a, b) for a, b in zip(theta.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(theta.tensors().values(), again.tensors().values(), strict=True))
     assert all(torch.isfinite(u).all() and not u.requires_grad for u in theta.smoothing.values())
     assert any(u.any() for u in theta.smoothing.values())
     assert all(not ratio.any() for ratio in theta.ratio.values())
@@ -163,7 +163,9 @@ def test_every_family_gives_the_same_theta_twice_and_keeps_its_policy(tiny, fami
 def test_the_dense_models_own_captions_stand_in_for_responses_that_are_not_given(bed):
     policy, prompts, _, _ = bed
     own = mbq(policy, prompts, responses=short_answers(policy, prompts, 64))
-    assert all(torch.equal(a, b) for a, b in zip(mbq(policy, prompts).parameters(), own.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(mbq(policy, prompts).tensors().values(), own.tensors().values(), strict=True)
+    )
 
 
 def test_distortion_moves_every_choice_but_the_first(tiny):

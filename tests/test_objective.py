@@ -10,7 +10,7 @@ import oracles
 import pytest
 import torch
 from conftest import MULTIMODAL, Tiny
-from test_theta import exact_policy, random_theta
+from test_theta import exact_policy, learnable, random_theta
 from torch import Tensor
 
 import onptq.quantizer.integer
@@ -57,11 +57,11 @@ class Bed:
         prompt = int(self.states.prompt[row])
         return prompt, self.prompts[prompt].length + int(self.states.t[row]) - 2
 
-    def expected(self, energy: list[float] | None = None) -> dict[str, float]:
-        """The four sums of the objective, from Eqs. 14-17."""
+    def expected(self, energy: list[float] | None = None, visited: bool = False) -> dict[str, float]:
+        """The four sums of the objective, from Eqs. 14-17; with `visited` the last is a mean over every state."""
         sums = dict.fromkeys(TERMS, 0.0)
         sums["anchor"] = oracles.eq14_anchor(self.anchor("D"), self.anchor("Q"), energy)
-        for row in np.flatnonzero(self.states.critical):
+        for row in range(len(self.states)):
             prompt, u = self.at(row)
             pair = int(self.states.reference[row]), int(self.states.competitor[row])
             z = {side: self.logits[side][prompt][u] for side in "DQ"}
@@ -70,7 +70,8 @@ class Bed:
             dense, quant = (self.hidden[side][prompt][:, u] for side in "DQ")
             sums["hidden"] += weight * oracles.eq15_hidden(dense, quant, energy)
             sums["pair"] += weight * oracles.eq16_pair(margins["Q"], margins["D"])
-            sums["response"] += weight * oracles.eq17_response(z["D"], z["Q"])
+            share = 1 / len(self.states) if visited else weight
+            sums["response"] += share * oracles.eq17_response(z["D"], z["Q"])
         return sums
 
 
@@ -139,6 +140,37 @@ def test_the_energy_form_divides_each_blocks_error(beds: Callable[..., Bed], fam
     assert normalized["pair"] == plain["pair"]
     assert normalized["response"] == plain["response"]
     assert normalized["anchor"] != pytest.approx(plain["anchor"], rel=1e-3)
+
+
+@pytest.mark.parametrize("energy", [False, True], ids=["literal", "energy"])
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen2.5-omni", "qwen3"])
+def test_over_visited_states_only_the_response_loss_is_a_plain_mean(
+    beds: Callable[..., Bed], family: str, energy: bool
+) -> None:
+    bed = beds(family)
+    items, targets = bed.items(every_response=True), Targets(bed.policy, None)
+    assert [len(item.at) for item in items] == [len(trajectory.tokens) for trajectory in bed.trajectories]
+    assert sum(float(item.share.sum()) for item in items) == pytest.approx(1)
+    by_block = oracles.block_energy(bed.anchor("D")) if energy else None
+    found = measure(bed.policy, items, targets, block_energy(targets, items) if energy else None)
+    expected = bed.expected(by_block, visited=True)
+    check(found, expected)
+    critical = bed.expected(by_block)
+    assert {name for name in TERMS if expected[name] != critical[name]} == {"response"}
+    assert expected["response"] != pytest.approx(critical["response"], rel=0.01)
+
+
+def test_visited_states_without_a_critical_one_teach_the_response_alone(beds: Callable[..., Bed]) -> None:
+    bed = beds()
+    plain = bed.states.with_columns(
+        critical=np.zeros(len(bed.states), np.bool_), weight=np.zeros(len(bed.states), np.float32)
+    )
+    items = make_items(bed.policy, bed.prompts, bed.trajectories, plain, every_response=True)
+    found = measure(bed.policy, items, Targets(bed.policy, None)).floats()
+    assert found["response"] == pytest.approx(bed.expected(visited=True)["response"], rel=2e-6)
+    assert (found["hidden"], found["pair"]) == (0, 0)
+    none = make_items(bed.policy, bed.prompts, [], None, every_response=True)
+    assert measure(bed.policy, none, Targets(bed.policy, None)).floats()["response"] == 0
 
 
 def test_activation_quantization_is_in_the_objective_too(beds: Callable[..., Bed]) -> None:
@@ -253,12 +285,13 @@ def test_checkpointing_changes_neither_values_nor_gradients(beds: Callable[..., 
     bed = beds()
     results = []
     for checkpointed in (False, True):
-        theta = bed.theta.clone().requires_grad_()
+        theta = learnable(bed.theta)
         bed.policy.attach(theta)
         terms = measure(bed.policy, bed.items(), Targets(bed.policy, None), checkpointed=checkpointed)
         with bed.policy.speaking("Q"):
             objective(terms, CalibrateConfig()).backward()
-        results.append((terms.floats(), [parameter.grad for parameter in theta.parameters()]))
+        learned = *theta.smoothing.values(), *theta.ratio.values()
+        results.append((terms.floats(), [parameter.grad for parameter in learned]))
     assert results[0][0] == results[1][0]
     for plain, again in zip(results[0][1], results[1][1], strict=True):
         assert plain is not None
@@ -366,7 +399,7 @@ def test_gradients_of_theta_are_those_of_the_smooth_surrogate(
         policy.attach(at)
         return objective(measure(policy, items, targets), cfg)
 
-    live = theta.clone().requires_grad_()
+    live = learnable(theta)
     value = loss(live)
     value.backward()
     gradient = {key: parameter.grad for key, parameter in getattr(live, part).items()}

@@ -107,7 +107,7 @@ def test_every_phase_has_a_time_and_holds_at_least_the_weights(seven: Path) -> N
     for phase in found.phases:
         assert phase.seconds > 0
         assert phase.gpu["weights"] == weights
-        assert phase.gpu_bytes == sum(phase.gpu.values()) < 60 * GIB
+        assert phase.gpu_bytes == sum(phase.gpu.values()) < 80 * GIB
     on_host = {phase.name: phase.host_bytes for phase in found.phases}
     assert on_host["Load"] > weights > on_host["Calibrate"]
 
@@ -148,13 +148,50 @@ def test_a_cache_limit_bounds_what_is_kept(seven: Path) -> None:
     assert calibrate.gpu["prefix caches"] <= GIB
 
 
-def test_learned_rounding_of_a_7b_model_is_refused_with_its_reason(seven: Path) -> None:
-    found = make_plan(seven, Recipe.preset("best"), machine=BIG_GPU)
+def test_learned_codes_of_a_7b_model_are_refused_with_their_reason(seven: Path) -> None:
+    found = make_plan(seven, Recipe.preset("best", ["calibrate.codes=learned"]), machine=BIG_GPU)
     (reason,) = found.refusals
     assert "Calibrate needs" in reason
     assert "rounding offsets" in reason
-    assert "--set calibrate.rounding=false" in reason
-    assert not make_plan(seven, Recipe.preset("best", ["calibrate.rounding=false"]), machine=BIG_GPU).refusals
+    assert "--set calibrate.codes=settled" in reason
+    assert not make_plan(seven, Recipe.preset("best", ["calibrate.codes=settled"]), machine=BIG_GPU).refusals
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("init", ["search", "search+signround", "gptq"])
+def test_what_theta_has_for_every_weight_is_counted(seven: Path, init: str, rounds: int) -> None:
+    """Offsets take 4 bytes, settled codes 1 or, with zero points, 2; offsets in every theta that is alive in an update."""
+
+    def counted(codes: str, named: str = "W4A8") -> dict[str, float]:
+        recipe = scheme(named, init=init, rounds=rounds, **{"calibrate.codes": codes})
+        phases = {phase.name: phase.gpu for phase in make_plan(seven, recipe, machine=BIG_GPU).phases}
+        linears = 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+        names = ("offsets of the start", "rounding offsets", "settled codes")
+        assert [name in phases["Initialize"] for name in names] == [brought, False, False]
+        held = [name in phases["Calibrate"] for name in names]
+        assert all([name in phases[later] for name in names] == held for later in ("Follow", "Compare", "Export"))
+        assert [name in phases["Branch"] for name in names] == (held if rounds > 1 else [brought, False, False])
+        return {name: phases["Calibrate"][name] / linears for name in names if name in phases["Calibrate"]}
+
+    brought = init != "search"
+    start = {"offsets of the start": 4} if brought else {}
+    assert counted("learned") == start | {"rounding offsets": 4 * (5 + rounds)}
+    assert counted("settled") == start | {"settled codes": 1}
+    assert counted("settled", "W4A16-asym") == start | {"settled codes": 2}
+    assert counted("free") == start | ({"rounding offsets": 12} if brought else {})
+
+
+def test_a_response_over_visited_states_costs_their_logits(seven: Path) -> None:
+    changes = {"select.budget": 256, "calibrate.gamma": 1.0}
+    plans = {
+        over: make_plan(seven, scheme("W4A8", **changes, **{"calibrate.response_over": over}), machine=BIG_GPU)
+        for over in ("critical", "visited")
+    }
+    found = {over: next(phase for phase in plan.phases if phase.name == "Calibrate") for over, plan in plans.items()}
+    assert found["visited"].gpu["logits"] > 2 * found["critical"].gpu["logits"]
+    assert found["visited"].seconds > found["critical"].seconds
+    static = make_plan(seven, scheme("W4A8", method="static"), machine=BIG_GPU).phases
+    assert next(phase for phase in static if phase.name == "Calibrate").gpu["logits"] == 0
 
 
 def test_a_model_that_does_not_fit_is_refused(seven: Path) -> None:

@@ -39,8 +39,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, dict[str, Any]]:
+@pytest.fixture(scope="module", params=["free", "settled", "learned"])
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, dict[str, Any]]:
     """The plan, and what the run then took."""
     folder = tmp_path_factory.mktemp("memory")
     model = write_random(
@@ -49,7 +49,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, dict[str, 
     warm = write_random(
         "qwen2.5-vl", folder / "small", prompts=3, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512, image_size=56
     )
-    recipe = Recipe().with_overrides(RECIPE)
+    recipe = Recipe().with_overrides(RECIPE | {"calibrate.codes": request.param})
     (folder / "recipe.yaml").write_text(recipe.to_yaml())
     script = Path(__file__).with_name("plan_run.py")
     arguments = [str(path) for path in (model, folder / "recipe.yaml", folder / "out", warm)]

@@ -39,10 +39,10 @@ def test_paper_preset_has_the_papers_numbers() -> None:
 
 def test_light_is_less_work_and_best_is_more_than_default() -> None:
     light, default, best = (Recipe.preset(name) for name in ("light", "default", "best"))
-    assert light.data.prompts < default.data.prompts < best.data.prompts
-    assert light.select.budget < default.select.budget < best.select.budget
+    assert light.data.prompts < default.data.prompts <= best.data.prompts
+    assert light.select.budget < default.select.budget <= best.select.budget
     assert light.calibrate.epochs < default.calibrate.epochs < best.calibrate.epochs
-    assert light.rounds < default.rounds == best.rounds
+    assert light.rounds <= default.rounds <= best.rounds
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -246,7 +246,18 @@ def test_every_base_method_can_start_the_calibration():
     assert set(get_args(Recipe.model_fields["init"].annotation)) == set(METHODS)
 
 
-def test_settled_codes_cannot_be_learned_too() -> None:
-    with pytest.raises(OnPTQError, match="choose one"):
-        Recipe.preset("best", ["calibrate.codes=settled"])
-    assert Recipe.preset("best", ["calibrate.codes=settled", "calibrate.rounding=false"]).calibrate.codes == "settled"
+def test_codes_are_free_settled_or_learned() -> None:
+    for codes in ("free", "settled", "learned"):
+        assert Recipe.preset("best", [f"calibrate.codes={codes}"]).calibrate.codes == codes
+    with pytest.raises(OnPTQError, match=r"calibrate\.codes.*'free', 'settled' or 'learned'"):
+        Recipe.preset("best", ["calibrate.codes=frozen"])
+    with pytest.raises(OnPTQError, match=r"calibrate\.rounding"):
+        Recipe.preset("best", ["calibrate.rounding=true"])
+
+
+def test_the_response_is_taken_over_critical_or_visited_states() -> None:
+    for states in ("critical", "visited"):
+        assert Recipe.preset("best", [f"calibrate.response_over={states}"]).calibrate.response_over == states
+    with pytest.raises(OnPTQError, match=r"calibrate\.response_over.*'critical' or 'visited'"):
+        Recipe.preset("best", ["calibrate.response_over=all"])
+    assert Recipe.preset("paper").calibrate.response_over == "critical", "Eq. 17 as it is written"

@@ -213,7 +213,7 @@ def test_progress_is_reported_block_by_block(beds: Callable[[str, bool], Bed]) -
     steps: list[int] = []
     again = search_on(policy, prompts, steps.append)
     assert steps == [1] * policy.blocks
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), theta.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again.tensors().values(), theta.tensors().values(), strict=True))
     assert not again.offset
 
 
@@ -227,5 +227,5 @@ def test_the_dense_models_own_responses_are_part_of_the_sample(beds: Callable[[s
     found, sequences = search(policy, prompts), [one.sequence for one in answer_prompts(policy, prompts)]
     assert all(sequence.length > prompt.length for sequence, prompt in zip(sequences, prompts, strict=True))
     expected = search_on(policy, sequences)
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
-    assert any(not torch.equal(a, b) for a, b in zip(found.parameters(), alone.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found.tensors().values(), expected.tensors().values(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(found.tensors().values(), alone.tensors().values(), strict=True))

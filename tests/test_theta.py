@@ -50,7 +50,7 @@ def random_theta(policy: Policy, dtype: torch.dtype = torch.float32, offsets: bo
     generator = torch.Generator().manual_seed(0)
     theta = Theta.rtn(policy.structure.blocks, policy.scheme)
     if offsets:
-        theta.add_offsets(policy.structure.blocks)
+        theta.offset = zero_offsets(policy)
     for u in theta.smoothing.values():
         u.normal_(0, 0.5, generator=generator)
     for c in theta.ratio.values():
@@ -61,6 +61,28 @@ def random_theta(policy: Policy, dtype: torch.dtype = torch.float32, offsets: bo
         {key: value.to(dtype) for key, value in part.items()} for part in (theta.smoothing, theta.ratio, theta.offset)
     )
     return Theta(*parts)
+
+
+def zero_offsets(policy: Policy) -> dict[str, Tensor]:
+    return {
+        block.path(name): torch.zeros(block.child(name).weight.shape)  # type: ignore[union-attr, arg-type]
+        for block in policy.structure.blocks
+        for name in LINEARS
+    }
+
+
+def learnable(theta: Theta) -> Theta:
+    """A copy whose gradients are kept."""
+    live = theta.clone()
+    for part in (live.smoothing, live.ratio, live.offset):
+        for parameter in part.values():
+            parameter.requires_grad_()
+    return live
+
+
+def deployed(policy: Policy, theta: Theta) -> dict[str, FoldedLinear]:
+    policy.freeze(theta)
+    return {path: piece for path, piece in policy.folded() if isinstance(piece, FoldedLinear)}
 
 
 def batch_logits(policy: Policy, prompts: list[EncodedPrompt], side: str) -> Tensor:
@@ -181,7 +203,7 @@ def moved_theta(distance: float) -> tuple[Theta, Theta]:
     origin = Theta({"p": torch.randn(64, generator=generator)}, {"r": torch.zeros(8, 1)}, {"r": torch.zeros(8, 16)})
     origin.smoothing["p"] -= origin.smoothing["p"].mean()
     theta = origin.clone()
-    for parameter in theta.parameters():
+    for parameter in theta.tensors().values():
         parameter += distance * torch.randn(parameter.shape, generator=generator)
     return theta, origin
 
@@ -210,7 +232,7 @@ def test_projection_leaves_the_origin_alone() -> None:
     theta, origin = moved_theta(4.0)
     untouched = origin.clone()
     theta.project_(origin)
-    assert all(torch.equal(a, b) for a, b in zip(origin.parameters(), untouched.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(origin.tensors().values(), untouched.tensors().values(), strict=True))
 
 
 # Persistence
@@ -233,9 +255,23 @@ def test_clones_share_nothing(tiny: Callable[[str], Tiny]) -> None:
     policy = tiny("qwen2").policy()
     theta = random_theta(policy, offsets=True)
     copy, saved = theta.clone(), theta.clone()
-    for parameter in theta.parameters():
+    for parameter in theta.tensors().values():
         parameter.zero_()
-    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), saved.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(copy.tensors().values(), saved.tensors().values(), strict=True))
+
+
+def test_clones_share_settled_codes_which_nothing_writes_to(tiny: Callable[[str], Tiny]) -> None:
+    policy = tiny("qwen2").policy()
+    settled = policy.settle(random_theta(policy))
+    copy, before = settled.clone(), {key: levels.clone() for key, levels in settled.levels.items()}
+    assert all(copy.levels[key] is levels for key, levels in settled.levels.items())
+    for part in (copy.smoothing, copy.ratio):
+        for tensor in part.values():
+            tensor += 1
+    copy.project_(settled)
+    policy.freeze(copy)
+    assert all(torch.equal(copy.levels[key], levels) for key, levels in before.items())
+    assert not any(torch.equal(copy.smoothing[key], u) for key, u in settled.smoothing.items())
 
 
 # Live and frozen
@@ -249,7 +285,7 @@ def test_live_and_frozen_q_give_the_same_bits(tiny: Callable[[str], Tiny], schem
     prompts = bed.encode(policy, 2)
     theta = random_theta(policy, offsets=offsets)
     dense = batch_logits(policy, prompts, "D")
-    policy.attach(theta.clone().requires_grad_())
+    policy.attach(learnable(theta))
     live = batch_logits(policy, prompts, "Q")
     policy.freeze(theta)
     assert torch.equal(batch_logits(policy, prompts, "Q"), live)
@@ -292,7 +328,7 @@ def test_settled_codes_stay_and_only_scales_move(tiny: Callable[[str], Tiny], sc
     for part in (settled.smoothing, settled.ratio):
         for moved in part.values():
             moved.add_(0.1 * torch.randn(moved.shape, generator=generator))
-    policy.attach(settled.clone().requires_grad_())
+    policy.attach(learnable(settled))
     live = batch_logits(policy, prompts, "Q")
     policy.freeze(settled)
     assert torch.equal(batch_logits(policy, prompts, "Q"), live)
@@ -307,14 +343,101 @@ def levels_of(piece: FoldedLinear) -> Tensor:
     return grouped if piece.zero is None else grouped - piece.zero[..., None]
 
 
+CENTRED = ("W4A8", "W3A16", "W4A16-g128", "W4A16-asym", "W4A16-g128-asym", "W8A8")
+STARTS = ("nearest", "offsets", "far")
+
+
+def centring_start(policy: Policy, start: str) -> Theta:
+    """Without offsets; with some inside their range; with some far beyond it, as compensated codes need them."""
+    theta = random_theta(policy, offsets=start != "nearest")
+    if start == "far":
+        for offset in theta.offset.values():
+            offset *= 4
+    return theta
+
+
+def positions(policy: Policy, theta: Theta, pieces: dict[str, FoldedLinear]) -> dict[str, np.ndarray]:
+    """Where every weight lies among the codes, float64: W' / step + offset + zero."""
+    found = {}
+    for block in policy.structure.blocks:
+        for name in LINEARS:
+            path = block.path(name)
+            out = log_scales_out(theta, block, name)
+            weight = block.child(name).weight.double() * log_scales_in(theta, block, name).double().exp()  # type: ignore[operator]
+            weight = weight if out is None else weight / out.double().exp()[:, None]
+            step, zero = pieces[path].step.double(), pieces[path].zero
+            grouped = weight.view(*step.shape, -1) / step[..., None] + (0 if zero is None else zero.double()[..., None])
+            offset = theta.offset.get(path)
+            found[path] = (grouped.view_as(weight) + (0 if offset is None else offset.double())).numpy()
+    return found
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("scheme", CENTRED)
+def test_centring_keeps_every_code_and_puts_its_weight_in_the_middle(
+    tiny: Callable[[str], Tiny], scheme: str, start: str
+) -> None:
+    policy = tiny("qwen2.5-vl").policy(scheme)
+    theta = centring_start(policy, start)
+    given = theta.clone()
+    before = deployed(policy, theta)
+    centred = policy.centre(theta)
+    after = deployed(policy, centred)
+    assert all(torch.equal(tensor, given.tensors()[name]) for name, tensor in theta.tensors().items())
+    assert all(torch.equal(u, centred.smoothing[key]) for key, u in theta.smoothing.items())
+    assert all(torch.equal(ratio, centred.ratio[key]) for key, ratio in theta.ratio.items())
+    assert before.keys() == after.keys() == centred.offset.keys()
+    for path, piece in before.items():
+        assert torch.equal(after[path].codes, piece.codes)
+        assert torch.equal(after[path].step, piece.step)
+        assert (piece.zero is None) == (after[path].zero is None) == policy.scheme.symmetric
+        assert piece.zero is None or torch.equal(after[path].zero, piece.zero)  # type: ignore[arg-type]
+    middle = positions(policy, centred, after)
+    for path, place in positions(policy, theta, before).items():
+        codes = before[path].codes.double().numpy()
+        np.testing.assert_allclose(middle[path], codes, rtol=0, atol=1e-4)
+        assert np.abs(place - codes).max() > 0.49, "the start has weights near the next code"
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("scheme", [scheme for scheme in CENTRED if scheme != "W8A8"])
+def test_a_small_change_of_scales_changes_no_centred_code(tiny: Callable[[str], Tiny], scheme: str, start: str) -> None:
+    """A zero point that moves to the next integer takes its codes along, and only such groups may differ."""
+    policy = tiny("qwen2.5-vl").policy(scheme)
+    theta = centring_start(policy, start)
+    changed = {}
+    for name, one in (("as it came", theta), ("centred", policy.centre(theta))):
+        before, moved = deployed(policy, one), one.clone()
+        generator = torch.Generator().manual_seed(2)
+        for part in (moved.smoothing, moved.ratio):
+            for tensor in part.values():
+                tensor += 0.003 * torch.randn(tensor.shape, generator=generator)
+        after = deployed(policy, moved)
+        codes = flips = 0
+        for path, piece in after.items():
+            flipped = (piece.codes != before[path].codes).view(*piece.step.shape, -1)
+            if piece.zero is not None:
+                still = piece.zero == before[path].zero
+                assert still.double().mean() > 0.9
+                flipped = flipped[still]
+            codes, flips = codes + flipped.numel(), flips + int(flipped.sum())
+        changed[name] = flips / codes
+    assert changed["centred"] == 0
+    assert changed["as it came"] > 1e-3, "there were codes to change"
+
+
+def test_weights_that_are_not_quantized_need_no_centre(tiny: Callable[[str], Tiny]) -> None:
+    policy = tiny("qwen2.5-vl").policy("W16A8")
+    assert not policy.centre(random_theta(policy)).offset
+
+
 def test_the_gradient_of_a_settled_step_is_that_of_the_function_itself(tiny: Callable[[str], Tiny]) -> None:
     """No straight-through estimate is left in a weight-only scheme: finite differences agree."""
     bed = tiny("qwen2.5-vl")
     policy = exact_policy(bed, Scheme.parse("W3A16"))
     prompts = bed.encode(policy, 1)
-    theta = policy.settle(random_theta(policy, torch.float64))
+    theta = learnable(policy.settle(random_theta(policy, torch.float64)))
     theta.step = {key: step.double() for key, step in theta.step.items()}
-    theta.requires_grad_()
     policy.attach(theta)
     batch = PromptBatch.of(prompts)
     tokens = Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack)

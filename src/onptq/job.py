@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -30,7 +31,7 @@ from onptq.export.compressed import check_apart, write_checkpoint
 from onptq.export.examine import verify_export
 from onptq.export.trial import ask, questions
 from onptq.methods import METHODS
-from onptq.models.encoding import EncodedPrompt
+from onptq.models.encoding import EncodedPrompt, encode_prompts
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source
 from onptq.models.processing import ModelInputs, PromptProcessor
 from onptq.models.structure import LINEARS, NORMS
@@ -43,6 +44,7 @@ from onptq.schemes import Scheme
 
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
 T = TypeVar("T")
+INIT = "init.safetensors"
 SHARE_OF_FREE = 0.5  # of the device's free memory, for prefixes and targets together
 
 
@@ -62,10 +64,11 @@ def quantize(
     evaluation: Sequence[Item] | None = None,
     reporter: Reporter | None = None,
     verify: bool = True,
+    start: Path | None = None,
 ) -> Result:
     """Quantize `model` into `out`; called again after a kill, it goes on from the last finished step.
 
-    With `evaluation`, the dense model, plain rounding, the static control and the result answer its items, and the
+    `start` is the file of a theta^(0) that the recipe's base method made of the same prompts before. With `evaluation`, the dense model, plain rounding, the static control and the result answer its items, and the
     summary has a `comparison`. The checkpoint is the same either way.
     """
     recipe, reporter = recipe or Recipe(), reporter or QuietReporter()
@@ -90,6 +93,9 @@ def quantize(
             reporter.note(f"{out} is a finished run; its summary is shown as it was")
             return Result(Path(out), run.read_json("summary.json"))
         logged = LoggedReporter(reporter, run.log)
+        if start is not None and not run.has(INIT):
+            with run.writing(INIT) as path:
+                shutil.copyfile(start, path)
         return _run(source, prompts, recipe, scheme, device, run, logged, evaluation, verify)
 
 
@@ -201,13 +207,9 @@ def _encode(
     policy: Policy, processor: PromptProcessor, prompts: Prompts, recipe: Recipe, run: Run, reporter: Reporter
 ) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
     """Towers run once per prompt, for everybody; what exactly went in is written down."""
-    encoded: list[EncodedPrompt] = []
+    most, ordinals = [recipe.follow.max_tokens] * len(prompts.every), [prompt.ordinal for prompt in prompts.every]
     with reporter.phase("Encode", total=len(prompts.every), unit="prompts") as bar:
-        for prompt in prompts.every:
-            inputs = processor(prompt)
-            processor.check_length(prompt, inputs.length, recipe.follow.max_tokens)
-            encoded.append(policy.encode(inputs.tensors, inputs.modality, prompt.ordinal))
-            bar.advance()
+        encoded = encode_prompts(policy, processor, prompts.every, most, ordinals, bar.advance)
     if encoded and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
             write_prompts(prompts, [prompt.ids.tolist() for prompt in encoded], path)
@@ -219,12 +221,12 @@ def _initialize(
     policy: Policy, prompts: Sequence[EncodedPrompt], recipe: Recipe, run: Run, reporter: Reporter
 ) -> Theta:
     """theta^(0), computed once and kept: every arm of a comparison can start from the same file."""
-    if not run.has("init.safetensors"):
+    if not run.has(INIT):
         with reporter.phase(f"Initialize ({recipe.init})", total=policy.blocks, unit="blocks") as bar:
             theta = METHODS[recipe.init](policy, prompts, bar.advance)
-        with run.writing("init.safetensors") as path:
+        with run.writing(INIT) as path:
             theta.save(path)
-    return Theta.load(run.file("init.safetensors"), policy.device)
+    return Theta.load(run.file(INIT), policy.device)
 
 
 def _budgets(policy: Policy, recipe: Recipe) -> Budgets:

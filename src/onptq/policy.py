@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from onptq.errors import OnPTQError
 from onptq.models.decoder import KVCache, Tokens, TreeCache, head_logits, run_blocks
-from onptq.models.encoding import EncodedPrompt, encode
+from onptq.models.encoding import EncodedPrompt, encode_many
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source, load_model
 from onptq.models.structure import LINEARS, NORMS, find_structure
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
@@ -105,8 +105,13 @@ class Policy:
             yield module.block.path(module.name), module.folded
 
     def encode(self, inputs: Mapping[str, Tensor], modality: Tensor, ordinal: int = 0) -> EncodedPrompt:
+        return self.encode_many([inputs], [modality], [ordinal])[0]
+
+    def encode_many(
+        self, inputs: Sequence[Mapping[str, Tensor]], modalities: Sequence[Tensor], ordinals: Sequence[int]
+    ) -> list[EncodedPrompt]:
         with self.speaking("D"):
-            return encode(self.model, self.structure, inputs, modality, ordinal)
+            return encode_many(self.model, self.structure, inputs, modalities, ordinals)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.structure.embedding(ids)  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from onptq.recipe import CalibrateConfig
 
 GRADIENT_NORM = 1.0
 FINAL_RATE = 0.1  # the cosine schedule ends here
+SHARED = ("levels/", "step/")  # by every theta of an update
 OFFSET_ADAM = {"betas": (0.9, 0.98), "eps": 1e-12}  # gradients of single weights are small, and early ones say little
 
 
@@ -49,7 +51,8 @@ class Progress:
     def save(self, path: Path) -> None:
         tensors = {f"theta/{name}": tensor for name, tensor in self.theta.tensors().items()}
         if self.best is not None:
-            tensors |= {f"best/{name}": tensor for name, tensor in self.best.tensors().items()}
+            best = self.best.tensors().items()
+            tensors |= {f"best/{name}": tensor for name, tensor in best if not name.startswith(SHARED)}
         tensors |= {f"moments/{name}": tensor for name, tensor in self.moments.items()}
         numbers = {"step": self.step, "best_step": self.best_step, "best_score": self.best_score}
         save_file(
@@ -64,11 +67,12 @@ class Progress:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 part, key = name.split("/", 1)
                 parts[part][key] = file.get_tensor(name)
+        shared = {name: tensor for name, tensor in parts["theta"].items() if name.startswith(SHARED)}
         return cls(
             theta=Theta.of_tensors(parts["theta"]),
             step=int(numbers["step"]),
             moments=parts["moments"],
-            best=Theta.of_tensors(parts["best"]) if parts["best"] else None,
+            best=Theta.of_tensors(parts["best"] | shared) if parts["best"] else None,
             best_score=float(numbers["best_score"]),
             best_step=int(numbers["best_step"]),
         )
@@ -116,7 +120,7 @@ def calibrate(
         theta = policy.centre(theta)
     batches = [batch for epoch in range(cfg.epochs) for batch in _batches(len(items), cfg.batch, seed + epoch)]
     progress = progress or Progress(theta.clone())
-    update = _Update(progress.theta, theta.clone(), cfg, len(batches), progress.moments)
+    update = _Update(progress.theta, theta, cfg, len(batches), progress.moments)
     policy.attach(progress.theta)
     history: list[dict[str, float]] = []
     if judge is not None and progress.step == 0:
@@ -133,9 +137,7 @@ def calibrate(
         log(record)
         save(progress)
     chosen = progress.best if progress.best is not None else progress.theta
-    return Calibrated(
-        chosen.clone().requires_grad_(False), history, progress.best_step if progress.best else len(batches)
-    )
+    return Calibrated(chosen.clone(), history, progress.best_step if progress.best else len(batches))
 
 
 def _accumulate(
@@ -189,11 +191,14 @@ class _Update:
         offsets = theta.offset if cfg.codes == "learned" else {}  # others, brought along by the start, stay as they are
         parts = (theta.smoothing, cfg.lr_smoothing), (theta.ratio, cfg.lr_step), (offsets, cfg.lr_rounding)
         # By name: a theta read from disk comes in another order, and sums and moments must not depend on it.
-        groups = [{"params": [part[name] for name in sorted(part)], "lr": rate} for part, rate in parts if part]
+        groups: list[dict[str, Any]] = [
+            {"params": [part[name] for name in sorted(part)], "lr": rate} for part, rate in parts if part
+        ]
         groups[-1] |= OFFSET_ADAM if offsets else {}
         self.scales = [*groups[0]["params"], *groups[1]["params"]]
         self.learned = [parameter.requires_grad_() for group in groups for parameter in group["params"]]
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        # One tensor at a time: all at once, as a GPU does by default, would take another copy of every offset.
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, foreach=False)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         for name, tensor in moments.items():
             index, key = name.split("/")

@@ -184,9 +184,7 @@ def measure(
     return Terms(anchor, hidden, pair, response)
 
 
-def _decision_terms(
-    policy: Policy, items: Sequence[Item], dense: Tensor, quant: Tensor
-) -> tuple[Tensor, Tensor]:
+def _decision_terms(policy: Policy, items: Sequence[Item], dense: Tensor, quant: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted sums of the pair loss (Eq. 16) and the response loss (Eq. 17), a chunk of states at a time."""
     names = ("weight", "share", "reference", "competitor", "margin_dense")
     weight, share, reference, competitor, margin_dense = (

@@ -15,7 +15,7 @@ from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
 from onptq.errors import OnPTQError
 from onptq.evaluate.items import Item
-from onptq.models.encoding import EncodedPrompt
+from onptq.models.encoding import EncodedPrompt, encode_prompts
 from onptq.models.processing import PromptProcessor
 from onptq.policy import Policy, Side
 
@@ -49,12 +49,10 @@ class Questions:
         check_items(items)
         self.items, self.tokenizer, self.batch_tokens = items, processor.tokenizer, batch_tokens
         self.encoded: dict[int, list[EncodedPrompt]] = {}
-        for number, item in enumerate(items):
-            inputs = processor(item.prompt)
-            processor.check_length(item.prompt, inputs.length, item.max_tokens)
-            prompt = policy.encode(inputs.tensors, inputs.modality, number)
-            self.encoded.setdefault(item.max_tokens, []).append(prompt)
-            advance(1)
+        prompts, most = [item.prompt for item in items], [item.max_tokens for item in items]
+        encoded = encode_prompts(policy, processor, prompts, most, range(len(items)), advance)
+        for prompt, tokens in zip(encoded, most, strict=True):
+            self.encoded.setdefault(tokens, []).append(prompt)
         self.groups = self._groups(policy)
 
     def put_to(self, policy: Policy) -> Questions:

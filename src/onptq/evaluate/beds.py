@@ -41,7 +41,8 @@ class Suite:
 
 
 METHODS = (
-    "rtn", "smoothquant", "awq", "mbq", "qig", "masquant", "blockwise", "gptq", "search", "static", "uniform", "onptq",
+    "rtn", "smoothquant", "awq", "mbq", "qig", "masquant", "blockwise", "gptq", "search", "search+signround",
+    "static", "uniform", "onptq",
 )  # fmt: skip
 SUITES = {
     suite.name: suite
@@ -58,7 +59,9 @@ SUITES = {
             schemes=("W4A16", "W8A8", "W4A8", "W4A6", "W3A8", "W3A6", "W4A4"),
             methods=METHODS,
             items=None,
-            prompts=128,
+            prompts=512,
+            preset="best",
+            changes=("calibrate.micro_batch=8", "calibrate.checkpointing=false"),  # small models leave room
         ),
         Suite(
             "smoke",

@@ -59,9 +59,11 @@ def build_by_the_cycle(
     folder: Path,
     device: torch.device,
     reporter: Reporter,
+    start: Path,
 ) -> tuple[Theta, dict[str, Any]]:
-    """The whole job into `folder`, checkpoint included; after a kill it goes on where it was."""
-    from onptq.job import quantize  # above this module, which the job's own comparison shares
+    """The whole job into `folder`, checkpoint included, from the theta^(0) in the file `start`; after a kill it goes on where
+    it was."""
+    from onptq.job import INIT, quantize  # above this module, which the job's own comparison shares
 
     data = candidate.recipe.data
     with measured_peak(device) as peak:
@@ -73,9 +75,10 @@ def build_by_the_cycle(
             recipe=candidate.recipe,
             reporter=reporter,
             verify=False,
+            start=start,
         )
     rounds = candidate.recipe.rounds
-    last = ("rounds", str(rounds - 1), "theta.safetensors") if rounds else ("init.safetensors",)
+    last = ("rounds", str(rounds - 1), "theta.safetensors") if rounds else (INIT,)
     theta = Theta.load(folder.joinpath(HOME, *last), device)
     seconds = _calibration_seconds(result.summary["seconds"])
     return theta, {

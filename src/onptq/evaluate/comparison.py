@@ -24,13 +24,14 @@ from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Questions, answer, check_items, write_answers
 from onptq.evaluate.behaviour import compare_rollouts
 from onptq.evaluate.build import build_at_once, build_by_the_cycle, folder_bytes
-from onptq.evaluate.candidates import DENSE, Built, Candidate, Made, parse_candidates
+from onptq.evaluate.candidates import DENSE, Built, Candidate, Made, parse_candidates, slug
 from onptq.evaluate.critical import bank_candidates, judge_critical
 from onptq.evaluate.hall import Hall
 from onptq.evaluate.items import Item, items_digest
 from onptq.evaluate.kept import (
     ANSWERS,
     COST,
+    IDENTITY,
     ROLLOUTS,
     STATES,
     THETA,
@@ -115,10 +116,12 @@ def _build(candidates: Sequence[Built], hall: Hall, holdout: Sequence[Prompt]) -
     waiting = [one for one in candidates if not run.has(*parts(one.name, COST))]
     for one in sorted(waiting, key=lambda one: (one.by_the_cycle, str(one.scheme))):
         if one.by_the_cycle:
-            hall.rest()
             named = NamedReporter(hall.reporter, one.name)
-            folder = run.file(*parts(one.name, "run"))
-            theta, cost = build_by_the_cycle(one, hall.source, hall.calibration, holdout, folder, hall.device, named)
+            folder, (start, spent) = run.file(*parts(one.name, "run")), _start(one, hall)
+            theta, own = build_by_the_cycle(
+                one, hall.source, hall.calibration, holdout, folder, hall.device, named, start
+            )
+            cost = own | {"seconds": own["seconds"] + spent["seconds"]}
         else:
             policy = hall.policy(one.scheme)
             prompts = [] if one.method == "rtn" else hall.known(one.recipe.data.prompts)
@@ -126,6 +129,25 @@ def _build(candidates: Sequence[Built], hall: Hall, holdout: Sequence[Prompt]) -
         with run.writing(*parts(one.name, THETA)) as path:
             theta.save(path)
         run.write_json(cost, *parts(one.name, COST))
+
+
+def _start(one: Built, hall: Hall) -> tuple[Path, dict[str, Any]]:
+    """The file of theta^(0), and what it cost: made once for every candidate that starts from the same method on the same
+    prompts, and that method's own if it is a candidate too."""
+    run, method, used = hall.run, one.recipe.init, hall.calibration[: one.recipe.data.prompts]
+    name, digest = f"{method}:{one.scheme}", manifest_digest(used)
+    home = parts(name)
+    if not run.has(*home, COST) or run.read_json(*home, IDENTITY)["calibration"] != digest:
+        home = "starts", f"{slug(name)}-{digest[:12]}"
+    if not run.has(*home, COST):
+        prompts = [] if method == "rtn" else hall.known(len(used))
+        begun = Built(name, method, one.recipe)
+        theta, cost = build_at_once(hall.policy(one.scheme), begun, prompts, hall.source, hall.reporter)
+        with run.writing(*home, THETA) as path:
+            theta.save(path)
+        run.write_json(cost, *home, COST)
+    hall.rest()
+    return run.file(*home, THETA), run.read_json(*home, COST)
 
 
 def _examine(candidates: Sequence[Candidate], hall: Hall) -> None:

@@ -11,7 +11,7 @@ from onptq.cycle.prefixes import Prefixes
 from onptq.data.prompts import Prompt
 from onptq.evaluate.answers import Questions
 from onptq.evaluate.items import Item
-from onptq.models.encoding import EncodedPrompt
+from onptq.models.encoding import EncodedPrompt, encode_prompts
 from onptq.models.loading import Source
 from onptq.models.processing import PromptProcessor
 from onptq.policy import Policy, load_policy
@@ -100,11 +100,6 @@ class Hall:
         return self._encoded["calibration"][:count]
 
     def encode(self, policy: Policy, prompts: Sequence[Prompt], label: str) -> list[EncodedPrompt]:
-        encoded = []
+        most = [self.recipe.follow.max_tokens] * len(prompts)
         with self.reporter.phase(label, total=len(prompts), unit="prompts") as bar:
-            for ordinal, prompt in enumerate(prompts):
-                inputs = self.processor(prompt)
-                self.processor.check_length(prompt, inputs.length, self.recipe.follow.max_tokens)
-                encoded.append(policy.encode(inputs.tensors, inputs.modality, ordinal))
-                bar.advance()
-        return encoded
+            return encode_prompts(policy, self.processor, prompts, most, range(len(prompts)), bar.advance)

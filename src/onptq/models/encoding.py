@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from onptq.data.prompts import Prompt
+from onptq.models.family import TEXT
+from onptq.models.processing import ModelInputs, PromptProcessor
 from onptq.models.structure import Structure
+
+CHUNK_PROMPTS = 32  # encoded in one forward
+CHUNK_ROWS = 8192  # tokens, patches and audio frames in one forward
+Asked = tuple[Mapping[str, Tensor], Tensor, int]  # inputs, modality, ordinal
 
 
 @dataclass(frozen=True)
@@ -49,10 +58,78 @@ class _AtTheDoor(Exception):
     """Unwinds the model's forward once its decoder has been handed everything it needs."""
 
 
-@torch.no_grad()
 def encode(
     model: nn.Module, structure: Structure, inputs: Mapping[str, Tensor], modality: Tensor, ordinal: int
 ) -> EncodedPrompt:
+    return encode_many(model, structure, [inputs], [modality], [ordinal])[0]
+
+
+def encode_many(
+    model: nn.Module,
+    structure: Structure,
+    inputs: Sequence[Mapping[str, Tensor]],
+    modalities: Sequence[Tensor],
+    ordinals: Sequence[int],
+) -> list[EncodedPrompt]:
+    """Prompts in the order given, one forward for all that come with the same kinds of input."""
+    alike: dict[frozenset[str], list[int]] = {}
+    for index, one in enumerate(inputs):
+        alike.setdefault(frozenset(one), []).append(index)
+    encoded: dict[int, EncodedPrompt] = {}
+    for chosen in alike.values():
+        asked = [(inputs[index], modalities[index], ordinals[index]) for index in chosen]
+        encoded.update(zip(chosen, _encode_alike(model, structure, asked), strict=True))
+    return [encoded[index] for index in range(len(inputs))]
+
+
+@torch.no_grad()
+def _encode_alike(model: nn.Module, structure: Structure, asked: Sequence[Asked]) -> list[EncodedPrompt]:
+    device = structure.embedding.weight.device
+    tensors = {name: tensor.to(device) for name, tensor in _side_by_side(asked).items()}
+    handed = _at_the_door(model, structure, tensors)
+    embeds = handed.get("inputs_embeds")
+    if embeds is None:
+        embeds = structure.embedding(tensors["input_ids"])
+    positions = _positions(handed.get("position_ids"), structure, tensors["input_ids"])
+    features, seen = handed.get("deepstack_visual_embeds"), handed.get("visual_pos_masks")
+    stacked = None if not features else torch.stack([feature.to(embeds.dtype) for feature in features])
+    encoded, taken = [], 0
+    for row, (inputs, modality, ordinal) in enumerate(asked):
+        length, deepstack, at = inputs["input_ids"].shape[1], None, None
+        if stacked is not None and seen is not None:
+            at = seen[row].nonzero()[:, 0]
+            deepstack = stacked[:, taken : taken + len(at)].clone()
+            taken += len(at)
+        prompt = EncodedPrompt(
+            ordinal=ordinal,
+            ids=tensors["input_ids"][row, :length].clone(),  # clones, lest a prompt keep its neighbours' memory
+            embeds=embeds[row, :length].clone(),
+            positions=positions[:, row, :length].clone(),
+            modality=modality.to(device),
+            deepstack=deepstack,
+            deepstack_at=at,
+        )
+        encoded.append(prompt)
+    return encoded
+
+
+def _side_by_side(asked: Sequence[Asked]) -> dict[str, Tensor]:
+    """One batch: rows, pictures and sounds one after another, tokens and frames padded on the right."""
+    joined = {}
+    for name in asked[0][0]:
+        width = max(inputs[name].shape[-1] for inputs, _, _ in asked)
+        padded = []
+        for inputs, modality, _ in asked:
+            tensor = inputs[name]
+            missing, filler = width - tensor.shape[-1], 0
+            if missing and name == "input_ids":  # models look for placeholders in the padding, too: it is made of text
+                filler = int(tensor[0, modality == TEXT][0])
+            padded.append(functional.pad(tensor, (0, missing), value=filler))
+        joined[name] = torch.cat(padded)
+    return joined
+
+
+def _at_the_door(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Run the checkpoint's own forward up to the decoder's door: transformers merges the features and derives positions."""
     handed: dict[str, Any] = {}
 
@@ -60,8 +137,6 @@ def encode(
         handed.update(kwargs)
         raise _AtTheDoor
 
-    device = structure.embedding.weight.device
-    tensors = {name: tensor.to(device) for name, tensor in inputs.items()}
     _forget_positions(model)
     hook = structure.decoder.register_forward_pre_hook(listen, with_kwargs=True)
     try:
@@ -71,21 +146,59 @@ def encode(
     finally:
         hook.remove()
         _forget_positions(model)
-    ids = tensors["input_ids"][0]
-    embeds = handed.get("inputs_embeds")
-    if embeds is None:
-        embeds = structure.embedding(tensors["input_ids"])
-    features, at = handed.get("deepstack_visual_embeds"), handed.get("visual_pos_masks")
-    stacked = None if not features else torch.stack([feature.to(embeds.dtype) for feature in features])
-    return EncodedPrompt(
-        ordinal=ordinal,
-        ids=ids,
-        embeds=embeds[0].detach(),
-        positions=_positions(handed.get("position_ids"), structure, ids),
-        modality=modality.to(device),
-        deepstack=stacked,
-        deepstack_at=None if stacked is None or at is None else at[0].nonzero()[:, 0],
-    )
+    return handed
+
+
+class Speaker(Protocol):
+    """A policy, or a checkpoint that answers like one."""
+
+    model: nn.Module
+    structure: Structure
+
+    def speaking(self, side: Literal["D", "Q"]) -> AbstractContextManager[None]: ...
+
+
+def encode_prompts(
+    speaker: Speaker,
+    processor: PromptProcessor,
+    prompts: Sequence[Prompt],
+    max_new: Sequence[int],
+    ordinals: Sequence[int],
+    advance: Callable[[int], None],
+) -> list[EncodedPrompt]:
+    """Prompts whose responses may take `max_new` tokens each, processed one by one and encoded chunk by chunk."""
+
+    def process() -> Iterator[ModelInputs]:
+        for prompt, most in zip(prompts, max_new, strict=True):
+            inputs = processor(prompt)
+            processor.check_length(prompt, inputs.length, most)
+            yield inputs
+
+    encoded: list[EncodedPrompt] = []
+    with speaker.speaking("D"):
+        for chunk in chunked(process()):
+            numbers = ordinals[len(encoded) : len(encoded) + len(chunk)]
+            tensors, modalities = [one.tensors for one in chunk], [one.modality for one in chunk]
+            encoded += encode_many(speaker.model, speaker.structure, tensors, modalities, numbers)
+            advance(len(chunk))
+    return encoded
+
+
+def chunked(inputs: Iterable[ModelInputs]) -> Iterator[list[ModelInputs]]:
+    """As many prompts as CHUNK_PROMPTS and CHUNK_ROWS allow, but at least one: memory stays bounded for big pictures."""
+    chunk: list[ModelInputs] = []
+    tokens = media = 0  # of the longest prompt, and of all
+    for one in inputs:
+        patches, frames = one.tensors.get("pixel_values", ()), one.tensors.get("feature_attention_mask")
+        seen = len(patches) + (0 if frames is None else frames.numel())
+        rows = (len(chunk) + 1) * max(tokens, one.length) + media + seen
+        if chunk and (len(chunk) == CHUNK_PROMPTS or rows > CHUNK_ROWS):
+            yield chunk
+            chunk, tokens, media = [], 0, 0
+        chunk.append(one)
+        tokens, media = max(tokens, one.length), media + seen
+    if chunk:
+        yield chunk
 
 
 def _forget_positions(model: nn.Module) -> None:
@@ -96,13 +209,13 @@ def _forget_positions(model: nn.Module) -> None:
 
 
 def _positions(given: Tensor | None, structure: Structure, ids: Tensor) -> Tensor:
+    """[A, B, P] for ids [B, P]."""
     axes = 3 if _is_mrope(structure) else 1
     if given is None:
-        return torch.arange(len(ids), device=ids.device).expand(axes, -1)
-    given = given[:, 0] if given.ndim == 3 else given  # [A, P] or [1, P]
-    if given.shape[0] == 4:  # transformers puts plain text positions in front of the three axes
+        given = torch.arange(ids.shape[1], device=ids.device)
+    elif given.ndim == 3 and given.shape[0] == 4:  # transformers puts plain text positions in front of the three axes
         given = given[1:]
-    return given.expand(axes, -1).contiguous()
+    return given.expand(axes, *ids.shape)
 
 
 def _is_mrope(structure: Structure) -> bool:

@@ -146,7 +146,7 @@ class Cost:
 
     def calibrate(self) -> float:
         work, calibrate = self.work, self.work.recipe.calibrate
-        length = work.length if work.critical else work.prompt_tokens
+        length = work.length if work.decisions else work.prompt_tokens
         tokens = calibrate.epochs * work.prompts * length
         forwards = 2 if calibrate.checkpointing else 1  # once more inside backward
         learned = forwards * self.live(tokens, work.micro_batches, length)
@@ -154,7 +154,7 @@ class Cost:
         backward += work.micro_batches * self.shapes.linears * WIDE * LIVE_BACKWARD_PASSES / self.machine.bandwidth
         judged = self.live(work.judgements * work.micro_batch * work.length, work.judgements, work.length)
         targets = self.dense(work.every * length, work.every, length / 2)
-        states = self.head(5 * calibrate.epochs * work.critical, DECIDE_PASSES)
+        states = self.head(5 * calibrate.epochs * work.decisions, DECIDE_PASSES)
         return work.recipe.rounds * (learned + backward + judged + targets + states)
 
     def live(self, tokens: int, forwards: int, length: int) -> float:

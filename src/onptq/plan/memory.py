@@ -16,7 +16,13 @@ from onptq.schemes import Scheme
 
 WIDE = 4  # bytes of a float32: theta, smoothed weights, errors and logits, whatever the compute dtype
 THETA_COPIES = 7  # learned, its start, gradient, two moments, the best so far, what a round hands on
-OFFSET_COPIES = 3  # learned, gradient, the best so far; from the second round on also what it was given and its start
+OFFSET_COPIES = (
+    6  # learned, its start, gradient, two moments, the best so far; a later round also has what it was given
+)
+UNLEARNED_COPIES = (
+    3  # of the start's offsets where codes are free: beside the learned scales, the best, what is handed on
+)
+OFFSETS_FROM = {"gptq", "signround"}  # base methods whose theta has an offset for every weight
 DECIDE_COPIES = 8  # [states, V]: two logits, two log-softmaxes, their middle, and three on the way to a sum
 LOSS_COPIES = 12  # the same with what backward needs
 FOLD_COPIES = 4  # of a weight on its way to codes: smoothed, scaled, clamped, rounded
@@ -85,7 +91,6 @@ class Memory:
         return {
             "int8 codes": shapes.linears + shapes.steps * self.storage,
             "dequantized weights": floats * self.compute,
-            **self.offsets(1),
         }
 
     def activations(self, tokens: int, keys: int, quantized: bool = True) -> int:
@@ -112,7 +117,7 @@ class Memory:
 
     def initialize(self) -> Terms:
         shapes, work, c = self.shapes, self.work, self.compute
-        base = self.load() | {"prompts": self.prompts}
+        base = self.load() | {"prompts": self.prompts} | self.start_offsets()
         if work.recipe.init == "rtn" or not work.prompts:
             return base | {"folding": self.folding()}
         answered = work.prompt_tokens + RESPONSE_TOKENS
@@ -137,6 +142,7 @@ class Memory:
         return {
             **self.resident(),
             **self.quantized(),
+            **self.per_weight(),
             "prefix caches": self.prefixes(2 if work.banks > 1 else 1),
             "activations": self.activations(work.rows * work.prompt_tokens, work.prompt_tokens),
             "logits": work.rows * shapes.vocabulary * WIDE,
@@ -150,6 +156,7 @@ class Memory:
         return {
             **self.resident(),
             **self.quantized(),
+            **self.per_weight(),
             "prefix caches": self.prefixes(2),
             **({"activations": prefill} if prefill > deciding else {"logits": deciding}),
         }
@@ -166,6 +173,8 @@ class Memory:
         return {
             **self.resident(),
             **self.quantized(),
+            # In the first round Q is still the start; held-out prompts are followed and compared at the end too.
+            **(self.per_weight() if work.recipe.rounds > 1 else self.start_offsets()),
             "prefix caches": self.prefixes(2),
             "tree caches": work.rows * tokens * self.token_cache + joined,
             "activations": self.activations(work.rows * tokens, keys, quantized=False),
@@ -174,11 +183,11 @@ class Memory:
 
     def calibrate(self) -> Terms:
         work, shapes, calibrate = self.work, self.shapes, self.work.recipe.calibrate
-        length = work.length if work.critical or work.holdout else work.prompt_tokens
+        length = work.length if work.decisions or work.holdout else work.prompt_tokens
         tokens = work.micro_batch * length
         target = work.every * length * shapes.layers * shapes.hidden * self.compute
         alive = 1 if calibrate.checkpointing else shapes.layers
-        states = -(-work.critical * work.micro_batch // max(1, work.prompts))
+        states = -(-work.decisions * work.micro_batch // max(1, work.prompts))
         terms = {
             **self.resident(),
             "answered prompts": work.every * length * shapes.hidden * self.compute,
@@ -190,11 +199,23 @@ class Memory:
             "activations in the graph": alive * self.graph_activations(tokens, length),
             "logits": self.logits(states, 4, LOSS_COPIES),
         }
-        return terms | self.offsets(OFFSET_COPIES + (2 if work.recipe.rounds > 1 else 0))
+        return terms | self.per_weight(OFFSET_COPIES + (work.recipe.rounds > 1), UNLEARNED_COPIES)
 
-    def offsets(self, copies: int) -> Terms:
-        rounding = self.work.recipe.calibrate.codes == "learned" and self.work.recipe.rounds
-        return {"rounding offsets": self.shapes.linears * WIDE * copies} if rounding else {}
+    def per_weight(self, learned: int = 1, unlearned: int = 1) -> Terms:
+        """Of theta what has an entry for every weight, so many times; settled codes are shared."""
+        recipe, linears, terms = self.work.recipe, self.shapes.linears, self.start_offsets()
+        if recipe.calibrate.codes == "learned":
+            terms["rounding offsets"] = linears * WIDE * learned
+        elif recipe.calibrate.codes == "settled":
+            terms["settled codes"] = linears * (1 if self.scheme.symmetric else 2)
+        elif terms:
+            terms["rounding offsets"] = linears * WIDE * unlearned
+        return terms
+
+    def start_offsets(self) -> Terms:
+        """The start is held to the end: a control may begin from it again."""
+        brought = self.work.prompts and OFFSETS_FROM & {*self.work.recipe.init.split("+")}
+        return {"offsets of the start": self.shapes.linears * WIDE} if brought else {}
 
     def live_weights(self) -> int:
         """What backward keeps of a block's weights: smoothed and its magnitude in float32, as a float32 copy where they
@@ -210,8 +231,14 @@ class Memory:
         return tokens * (self.compute * (linears + between) + WIDE * 4 * shapes.hidden + keys * (1 + self.compute))
 
     def export(self) -> Terms:
-        held = {"prefix caches": self.prefixes(2 if self.work.recipe.rounds else 0)}
-        return {**self.resident(), **self.quantized(), **held}
+        rounds = self.work.recipe.rounds
+        held = {"prefix caches": self.prefixes(2 if rounds else 0)}
+        return {
+            **self.resident(),
+            **self.quantized(),
+            **(self.per_weight() if rounds else self.start_offsets()),
+            **held,
+        }
 
     def verify(self) -> Terms:
         """The logits of a short and of a calibration prompt; then the run's model is let go and the checkpoint loaded."""

@@ -72,6 +72,14 @@ class Work:
         return min(most, select.budget if select.per_prompt is None else select.per_prompt * self.prompts)
 
     @property
+    def decisions(self) -> int:
+        """States at which the objective reads logits."""
+        calibrate = self.recipe.calibrate
+        if calibrate.gamma and calibrate.response_over == "visited":
+            return self.prompts * self.response_tokens
+        return self.critical
+
+    @property
     def micro_batch(self) -> int:
         calibrate = self.recipe.calibrate
         return min(calibrate.micro_batch, calibrate.batch, max(1, self.prompts))

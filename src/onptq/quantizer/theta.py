@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,23 +56,13 @@ class Theta:
                 theta.ratio[block.path(name)] = torch.zeros(rows, groups, device=device)
         return theta
 
-    def add_offsets(self, blocks: Sequence[Block], device: torch.device | str = "cpu") -> None:
-        for block in blocks:
-            for name in LINEARS:
-                weight = block.child(name).weight
-                self.offset.setdefault(block.path(name), torch.zeros(weight.shape, device=device))  # type: ignore[union-attr, arg-type]
-
     def clone(self) -> Theta:
-        return Theta(*({key: value.detach().clone() for key, value in part.items()} for part in self._parts()))
-
-    def parameters(self) -> Iterator[Tensor]:
-        for part in (self.smoothing, self.ratio, self.offset):
-            yield from part.values()
-
-    def requires_grad_(self, requires: bool = True) -> Theta:
-        for parameter in self.parameters():
-            parameter.requires_grad_(requires)
-        return self
+        """Settled codes and their steps are never written to, so clones share them."""
+        smoothing, ratio, offset = (
+            {key: value.detach().clone() for key, value in part.items()}
+            for part in (self.smoothing, self.ratio, self.offset)
+        )
+        return Theta(smoothing, ratio, offset, dict(self.levels), dict(self.step))
 
     @torch.no_grad()
     def project_(self, origin: Theta) -> None:
@@ -90,7 +80,7 @@ class Theta:
         for key, ratio in self.ratio.items():
             ratio.clamp_(*(SETTLED_RANGE if key in self.levels else RATIO_RANGE))
         for key, offset in self.offset.items():
-            begin = origin.offset[key] if key in origin.offset else torch.zeros_like(offset)
+            begin = origin.offset[key]
             offset.clamp_(begin.clamp(max=OFFSET_RANGE[0]), begin.clamp(min=OFFSET_RANGE[1]))
 
     def tensors(self) -> dict[str, Tensor]:
