@@ -101,12 +101,24 @@ def make_bed(small: Tiny, scheme: str) -> Bed:
     return Bed(policy, encoded[:6], banks[0][0], states, theta, Holdout(encoded[6:], *banks[1]))
 
 
+# Terms of like size and steps large enough to see
+PLAIN = {
+    "pair": 1.0,
+    "response": 1.0,
+    "response_over": "critical",
+    "codes": "free",
+    "lr_smoothing": 2e-3,
+    "lr_step": 5e-3,
+    "checkpointing": False,
+}
+
+
 def full_batch(**fields: object) -> CalibrateConfig:
-    return CalibrateConfig(**{"batch": 6, "micro_batch": 3, "epochs": 8, "checkpointing": False, **fields})
+    return CalibrateConfig(**{**PLAIN, "batch": 6, "micro_batch": 3, "epochs": 8, **fields})
 
 
 def short(**fields: object) -> CalibrateConfig:
-    return CalibrateConfig(**{"batch": 2, "micro_batch": 2, "epochs": 2, "checkpointing": False, **fields})
+    return CalibrateConfig(**{**PLAIN, "batch": 2, "micro_batch": 2, "epochs": 2, **fields})
 
 
 def same(a: Theta, b: Theta) -> bool:

@@ -308,7 +308,7 @@ def test_the_objective_is_the_anchor_plus_gamma_times_the_critical_losses(
     beds: Callable[..., Bed], removed: str | None, gamma: float
 ) -> None:
     bed = beds()
-    cfg = CalibrateConfig(gamma=gamma, **({} if removed is None else {removed: 0.0}))
+    cfg = CalibrateConfig(gamma=gamma, **{"pair": 1.0, "response": 1.0, **({removed: 0.0} if removed else {})})
     losses = []
     for row in np.flatnonzero(bed.states.critical):
         one = np.zeros(len(bed.states), np.bool_)

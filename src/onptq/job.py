@@ -30,7 +30,7 @@ from onptq.export.card_tables import read_results
 from onptq.export.compressed import check_apart, write_checkpoint
 from onptq.export.examine import verify_export
 from onptq.export.trial import ask, questions
-from onptq.methods import METHODS
+from onptq.methods import initialize
 from onptq.models.encoding import EncodedPrompt, encode_prompts
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source
 from onptq.models.processing import ModelInputs, PromptProcessor
@@ -68,7 +68,8 @@ def quantize(
 ) -> Result:
     """Quantize `model` into `out`; called again after a kill, it goes on from the last finished step.
 
-    `start` is the file of a theta^(0) that the recipe's base method made of the same prompts before. With `evaluation`, the dense model, plain rounding, the static control and the result answer its items, and the
+    `start` is the file of a theta^(0) that the recipe's base method made of the same prompts before. With `evaluation`, the
+    dense model, plain rounding, the static control and the result answer its items, and the
     summary has a `comparison`. The checkpoint is the same either way.
     """
     recipe, reporter = recipe or Recipe(), reporter or QuietReporter()
@@ -223,7 +224,7 @@ def _initialize(
     """theta^(0), computed once and kept: every arm of a comparison can start from the same file."""
     if not run.has(INIT):
         with reporter.phase(f"Initialize ({recipe.init})", total=policy.blocks, unit="blocks") as bar:
-            theta = METHODS[recipe.init](policy, prompts, bar.advance)
+            theta = initialize(policy, prompts, recipe, bar.advance)
         with run.writing(INIT) as path:
             theta.save(path)
     return Theta.load(run.file(INIT), policy.device)

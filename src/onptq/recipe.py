@@ -20,6 +20,7 @@ from pydantic import (
     StrictBool,
     StrictInt,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -28,6 +29,8 @@ from onptq.errors import OnPTQError
 from onptq.schemes import Scheme
 
 PRESETS = ("light", "default", "best", "paper", "zoo")
+
+LEARNERS = ("signround", "search+signround", "blockwise")  # base methods that take steps, block by block
 
 # What a method's name says about other fields; a recipe that says otherwise contradicts itself.
 IMPLIED: Mapping[str, Mapping[str, Any]] = {
@@ -72,7 +75,7 @@ class DataConfig(Config):
     """Which prompts calibrate and which are held out."""
 
     prompts: StrictInt = Field(default=128, ge=1, description="calibration prompts, the first of the manifest")
-    holdout: StrictInt = Field(default=16, ge=0, description="held-out prompts that choose the best iterate")
+    holdout: StrictInt = Field(default=32, ge=0, description="held-out prompts that choose the best iterate")
     holdout_share: Real = Field(
         default=0.125,
         ge=0,
@@ -131,10 +134,10 @@ class CalibrateConfig(Config):
     gamma: Real = Field(default=1.0, ge=0, description="gamma: weight of the critical states beside the anchor")
     anchor: Real = Field(default=1.0, ge=0, description="weight of the anchor on the prompt; 0 removes it")
     hidden: Real = Field(default=1.0, ge=0, description="weight of the hidden-state error; 0 removes it")
-    pair: Real = Field(default=1.0, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")
-    response: Real = Field(default=1.0, ge=0, description="weight of the response KL; 0 removes it")
+    pair: Real = Field(default=0.1, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")
+    response: Real = Field(default=10.0, ge=0, description="weight of the response KL; 0 removes it")
     response_over: Literal["critical", "visited"] = Field(
-        default="critical", description="states of the response KL: the critical ones by weight, or all visited alike"
+        default="visited", description="states of the response KL: the critical ones by weight, or all visited alike"
     )
     normalize: Literal["energy", "none"] = Field(
         default="energy", description="divide each block's error by its dense energy; none is the paper's literal loss"
@@ -145,11 +148,11 @@ class CalibrateConfig(Config):
     epochs: StrictInt = Field(default=4, ge=1, description="passes over the calibration prompts per round")
     batch: StrictInt = Field(default=8, ge=1, description="prompts per optimizer step")
     micro_batch: StrictInt = Field(default=4, ge=1, description="prompts per forward, at most `batch`")
-    lr_smoothing: Real = Field(default=2e-3, ge=0, description="learning rate of the log-smoothing vectors")
-    lr_step: Real = Field(default=5e-3, ge=0, description="learning rate of the per-row step ratios")
+    lr_smoothing: Real = Field(default=5e-4, ge=0, description="learning rate of the log-smoothing vectors")
+    lr_step: Real = Field(default=5e-4, ge=0, description="learning rate of the per-row step ratios")
     lr_rounding: Real = Field(default=1e-2, ge=0, description="learning rate of the rounding offsets, in steps")
     codes: Literal["free", "settled", "learned"] = Field(
-        default="free",
+        default="settled",
         description="free: codes follow the scaled weights; settled: the start's stay; learned: by rounding offsets",
     )
     keep: Literal["best", "last"] = Field(default="best", description="iterate to keep; best is by held-out prompts")
@@ -190,8 +193,11 @@ class Recipe(Config):
         "signround",
         "search+gptq",
         "search+signround",
-    ] = Field(default="search", description="theta^(0): the base method that calibration starts from")
-    rounds: StrictInt = Field(default=2, ge=0, description="R: rounds of Follow, Compare, Branch, Calibrate")
+    ] = Field(default="search+signround", description="theta^(0): the base method that calibration starts from")
+    init_steps: StrictInt | None = Field(
+        default=None, ge=1, description="steps per block of a base method that learns; null is as many as it has itself"
+    )
+    rounds: StrictInt = Field(default=1, ge=0, description="R: rounds of Follow, Compare, Branch, Calibrate")
     refresh: StrictBool = Field(default=True, description="take new rollouts each round, not those of the first")
     seed: StrictInt = Field(default=0, ge=0, lt=2**43, description="orders prompts and draws the random selection")
     data: DataConfig = DataConfig()
@@ -206,6 +212,14 @@ class Recipe(Config):
     @classmethod
     def _apply_method(cls, data: Any) -> Any:
         return _with_implied(data) if isinstance(data, Mapping) else data
+
+    @field_validator("init_steps")
+    @classmethod
+    def _only_learners_have_steps(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        init = info.data.get("init")
+        if steps is not None and init not in LEARNERS:
+            raise ValueError(f"init {init} learns nothing step by step; expected null, or one of {', '.join(LEARNERS)}")
+        return steps
 
     @field_validator("scheme")
     @classmethod

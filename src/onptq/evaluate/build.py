@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ import torch
 from onptq.data.prompts import Prompt
 from onptq.evaluate.candidates import Built
 from onptq.export.compressed import storage_format
-from onptq.methods import METHODS
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.loading import Source
 from onptq.models.structure import LINEARS
@@ -37,15 +36,20 @@ class Peak:
 
 
 def build_at_once(
-    policy: Policy, candidate: Built, prompts: Sequence[EncodedPrompt], source: Source, reporter: Reporter
+    policy: Policy,
+    name: str,
+    method: Callable[[Policy, Sequence[EncodedPrompt], Callable[[int], None]], Theta],
+    prompts: Sequence[EncodedPrompt],
+    source: Source,
+    reporter: Reporter,
 ) -> tuple[Theta, dict[str, Any]]:
-    """Theta of a method that needs one pass over the dense activations, and its cost."""
+    """Theta of a method that goes over the blocks once, and its cost."""
     with (
-        reporter.phase(f"Build {candidate.name}", total=policy.blocks, unit="blocks") as bar,
+        reporter.phase(f"Build {name}", total=policy.blocks, unit="blocks") as bar,
         measured_peak(policy.device) as peak,
     ):
         began = time.monotonic()
-        theta = METHODS[candidate.method](policy, prompts, bar.advance)
+        theta = method(policy, prompts, bar.advance)
         seconds = time.monotonic() - began
     cost = {"seconds": seconds, "peak_bytes": peak.bytes, "checkpoint_bytes": checkpoint_bytes(policy, source)}
     return theta, cost

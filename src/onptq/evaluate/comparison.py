@@ -45,8 +45,10 @@ from onptq.evaluate.reader import load_reader, open_checkpoint
 from onptq.evaluate.report import markdown
 from onptq.evaluate.statistics import REPLICATES, Resampler
 from onptq.evaluate.summary import summarize
+from onptq.methods import METHODS, initialize
+from onptq.models.encoding import EncodedPrompt
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source
-from onptq.policy import Side
+from onptq.policy import Policy, Side
 from onptq.progress import LoggedReporter, NamedReporter, QuietReporter, Reporter
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
@@ -125,7 +127,8 @@ def _build(candidates: Sequence[Built], hall: Hall, holdout: Sequence[Prompt]) -
         else:
             policy = hall.policy(one.scheme)
             prompts = [] if one.method == "rtn" else hall.known(one.recipe.data.prompts)
-            theta, cost = build_at_once(policy, one, prompts, hall.source, hall.reporter)
+            method = METHODS[one.method]
+            theta, cost = build_at_once(policy, one.name, method, prompts, hall.source, hall.reporter)
         with run.writing(*parts(one.name, THETA)) as path:
             theta.save(path)
         run.write_json(cost, *parts(one.name, COST))
@@ -134,15 +137,20 @@ def _build(candidates: Sequence[Built], hall: Hall, holdout: Sequence[Prompt]) -
 def _start(one: Built, hall: Hall) -> tuple[Path, dict[str, Any]]:
     """The file of theta^(0), and what it cost: made once for every candidate that starts from the same method on the same
     prompts, and that method's own if it is a candidate too."""
-    run, method, used = hall.run, one.recipe.init, hall.calibration[: one.recipe.data.prompts]
-    name, digest = f"{method}:{one.scheme}", manifest_digest(used)
+    run, recipe = hall.run, one.recipe
+    used = hall.calibration[: recipe.data.prompts]
+    name, digest = f"{recipe.init}:{one.scheme}", manifest_digest(used)
     home = parts(name)
-    if not run.has(*home, COST) or run.read_json(*home, IDENTITY)["calibration"] != digest:
-        home = "starts", f"{slug(name)}-{digest[:12]}"
+    own = recipe.init_steps is None and run.has(*home, COST) and run.read_json(*home, IDENTITY)["calibration"] == digest
+    if not own:
+        home = "starts", f"{slug(name)}-{recipe.init_steps or ''}-{digest[:12]}"
     if not run.has(*home, COST):
-        prompts = [] if method == "rtn" else hall.known(len(used))
-        begun = Built(name, method, one.recipe)
-        theta, cost = build_at_once(hall.policy(one.scheme), begun, prompts, hall.source, hall.reporter)
+
+        def method(policy: Policy, prompts: Sequence[EncodedPrompt], advance: Callable[[int], None]) -> Theta:
+            return initialize(policy, prompts, recipe, advance)
+
+        prompts = [] if recipe.init == "rtn" else hall.known(len(used))
+        theta, cost = build_at_once(hall.policy(one.scheme), name, method, prompts, hall.source, hall.reporter)
         with run.writing(*home, THETA) as path:
             theta.save(path)
         run.write_json(cost, *home, COST)

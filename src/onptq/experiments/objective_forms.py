@@ -37,8 +37,8 @@ from onptq.recipe import Recipe
 
 ENERGY, LITERAL = "calibrate.normalize=energy", "calibrate.normalize=none"
 EVERY, UNIFORM = "select.budget=1000000", "select.rule=all"
-PAPER = ("calibrate.gamma=0.2", "select.budget=256")  # of every arm that does not say otherwise
 
+# Changes of the paper's recipe
 ARMS: dict[str, tuple[str, ...]] = {
     "start": ("rounds=0",),
     "static, energy": (ENERGY, "calibrate.gamma=0"),
@@ -76,7 +76,7 @@ def _run_arms(args: argparse.Namespace) -> None:
     calibration, holdout, test = (_encode(policy, processor, group, 1000 * n) for n, group in enumerate(groups))
     start = METHODS[args.init](policy, calibration, lambda blocks: None)
     for name in args.arms or ARMS:
-        recipe = Recipe.preset("default", [f"scheme={args.scheme}", *PAPER, *args.overrides, *ARMS[name]])
+        recipe = Recipe.preset("paper", [f"scheme={args.scheme}", *args.overrides, *ARMS[name]])
         theta = _train(policy, calibration, holdout, start, recipe) if recipe.rounds else start
         states = _judge(policy, theta, test, recipe.follow.max_tokens)
         states.write(args.out / f"{name}.parquet")

@@ -18,8 +18,9 @@ from onptq.methods.smoothquant import smoothquant
 from onptq.models.encoding import EncodedPrompt
 from onptq.policy import Policy
 from onptq.quantizer.theta import Theta
+from onptq.recipe import Recipe
 
-Method = Callable[[Policy, Sequence[EncodedPrompt], Callable[[int], None]], Theta]
+Method = Callable[..., Theta]
 
 METHODS: dict[str, Method] = {
     "rtn": rtn,
@@ -35,3 +36,11 @@ METHODS: dict[str, Method] = {
     "search+gptq": searched(gptq),
     "search+signround": searched(signround),
 }
+
+
+def initialize(
+    policy: Policy, prompts: Sequence[EncodedPrompt], recipe: Recipe, advance: Callable[[int], None]
+) -> Theta:
+    """theta^(0) of a recipe."""
+    steps = {} if recipe.init_steps is None else {"steps": recipe.init_steps}
+    return METHODS[recipe.init](policy, prompts, advance, **steps)
