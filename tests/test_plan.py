@@ -120,6 +120,7 @@ def test_every_phase_has_a_time_and_holds_at_least_the_weights(seven: Path) -> N
         ({"branch.horizon": 16}, {"Branch"}),
         ({"rounds": 4}, {"Follow", "Compare", "Branch", "Calibrate"}),
         ({"calibrate.epochs": 16}, {"Calibrate"}),
+        ({"init_steps": 400}, {"Initialize"}),
     ],
 )
 def test_more_work_takes_longer_where_it_is_done(seven: Path, change: dict[str, Any], grows: set[str]) -> None:
@@ -167,18 +168,34 @@ def test_what_theta_has_for_every_weight_is_counted(seven: Path, init: str, roun
         phases = {phase.name: phase.gpu for phase in make_plan(seven, recipe, machine=BIG_GPU).phases}
         linears = 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
         names = ("offsets of the start", "rounding offsets", "settled codes")
-        assert [name in phases["Initialize"] for name in names] == [brought, False, False]
-        held = [name in phases["Calibrate"] for name in names]
-        assert all([name in phases[later] for name in names] == held for later in ("Follow", "Compare", "Export"))
-        assert [name in phases["Branch"] for name in names] == (held if rounds > 1 else [brought, False, False])
-        return {name: phases["Calibrate"][name] / linears for name in names if name in phases["Calibrate"]}
+        found = {phase: {name for name in names if name in terms} for phase, terms in phases.items()}
+        start: set[str] = {"offsets of the start"} if brought else set()
+        assert found["Initialize"] == start
+        held = found["Calibrate"]
+        assert found["Compare"] == found["Export"] == held
+        assert found["Follow"] == (held | start if codes == "settled" else held)  # it begins with settling them
+        assert found["Branch"] == (start if codes == "learned" and rounds == 1 else held)
+        return {name: phases["Calibrate"][name] / linears for name in held}
 
     brought = init != "search"
-    start = {"offsets of the start": 4} if brought else {}
-    assert counted("learned") == start | {"rounding offsets": 4 * (5 + rounds)}
-    assert counted("settled") == start | {"settled codes": 1}
-    assert counted("settled", "W4A16-asym") == start | {"settled codes": 2}
-    assert counted("free") == start | ({"rounding offsets": 12} if brought else {})
+    given = brought or rounds > 1
+    assert counted("learned") == {"rounding offsets": 4 * (6 + given)}
+    assert counted("settled") == {"settled codes": 1}
+    assert counted("settled", "W4A16-asym") == {"settled codes": 2}
+    assert counted("free") == ({"rounding offsets": 16} if brought else {})
+
+
+def test_a_start_that_learns_is_counted_beside_the_search_before_it(seven: Path) -> None:
+    def initialize(init: str) -> tuple[float, int]:
+        found = make_plan(seven, scheme("W4A8", init=init), machine=BIG_GPU)
+        assert any("as if it were search" in line for line in found.assumptions) == (init in ("gptq", "search+gptq"))
+        phase = next(phase for phase in found.phases if phase.name == "Initialize")
+        return phase.seconds, phase.gpu_bytes
+
+    search, learned, both = map(initialize, ("search", "signround", "search+signround"))
+    assert search[0] < learned[0] < both[0] < search[0] + learned[0]
+    assert both[1] == learned[1] > search[1] + 20 * GIB
+    assert initialize("gptq")[0] == initialize("search+gptq")[0] == search[0]
 
 
 def test_a_response_over_visited_states_costs_their_logits(seven: Path) -> None:

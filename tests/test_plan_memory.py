@@ -21,7 +21,7 @@ from onptq.recipe import Recipe
 from onptq.zoo.random import write_random
 
 TOLERANCE = 0.25
-COMPARED = ("Load", "Follow", "Compare", "Branch", "Calibrate", "Export", "Verify")
+COMPARED = ("Load", "Initialize", "Follow", "Compare", "Branch", "Calibrate", "Export", "Verify")
 RECIPE = {
     "scheme": "W4A8",
     "init": "rtn",
@@ -39,7 +39,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=["free", "settled", "learned"])
+LEARNED_START = {"init": "search+signround", "init_steps": 2}
+RUNS = {
+    "free": {"calibrate.codes": "free"},
+    "settled": {"calibrate.codes": "settled"},
+    "learned": {"calibrate.codes": "learned"},
+    "free after signround": {"calibrate.codes": "free", **LEARNED_START},
+    "settled after signround": {"calibrate.codes": "settled", **LEARNED_START},
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, dict[str, Any]]:
     """The plan, and what the run then took."""
     folder = tmp_path_factory.mktemp("memory")
@@ -49,7 +59,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     warm = write_random(
         "qwen2.5-vl", folder / "small", prompts=3, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512, image_size=56
     )
-    recipe = Recipe().with_overrides(RECIPE | {"calibrate.codes": request.param})
+    recipe = Recipe().with_overrides(RECIPE | RUNS[request.param])
     (folder / "recipe.yaml").write_text(recipe.to_yaml())
     script = Path(__file__).with_name("plan_run.py")
     arguments = [str(path) for path in (model, folder / "recipe.yaml", folder / "out", warm)]

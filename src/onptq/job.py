@@ -141,8 +141,7 @@ def _run(
     calibration, holdout = _encode(policy, processor, prompts, recipe, run, reporter)
     cycle = Cycle(policy, calibration, holdout, recipe, run, reporter, _budgets(policy, recipe))
 
-    init = _initialize(policy, calibration, recipe, run, reporter)
-    theta = cycle.rounds(init)
+    theta = cycle.rounds(_initialize(policy, calibration, recipe, run, reporter))
     after = cycle.holdout("final", "held-out at the end")
     before = cycle.holdout("rounds/0", "held-out 1") if recipe.rounds else after
 
@@ -170,7 +169,8 @@ def _run(
         "checkpoint": {"bytes": sum(file.stat().st_size for file in run.folder.glob("*.safetensors"))},
     }
     if evaluation is not None:
-        summary["comparison"] = compare_arms(cycle, make_arms(cycle, init, theta), evaluation, processor)
+        arms = make_arms(cycle, lambda: _start(policy, run), theta)
+        summary["comparison"] = compare_arms(cycle, arms, evaluation, processor)
         cycle.speak_as(theta)
     _write_card(source, prompts, recipe, scheme, run)
     if verify:
@@ -227,6 +227,11 @@ def _initialize(
             theta = initialize(policy, prompts, recipe, bar.advance)
         with run.writing(INIT) as path:
             theta.save(path)
+        del theta  # it may have an offset for every weight: one of it at a time
+    return _start(policy, run)
+
+
+def _start(policy: Policy, run: Run) -> Theta:
     return Theta.load(run.file(INIT), policy.device)
 
 

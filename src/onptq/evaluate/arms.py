@@ -6,7 +6,7 @@ Each arm's answers and held-out states are kept as soon as they are whole, so th
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,8 +37,9 @@ class Arm:
     cycle: Cycle
 
 
-def make_arms(cycle: Cycle, init: Theta, theta: Theta) -> list[Arm]:
-    """What a run is compared with: plain rounding, and the static control of the same steps; its own theta last."""
+def make_arms(cycle: Cycle, init: Callable[[], Theta], theta: Theta) -> list[Arm]:
+    """What a run is compared with: plain rounding, and the static control of the same steps; its own theta last. `init` gives
+    theta^(0) to an arm that begins from it."""
     method, arms = cycle.recipe.method, []
     if method != "rtn":
         plain = METHODS["rtn"](cycle.policy, cycle.prompts, lambda blocks: None)
@@ -47,7 +48,7 @@ def make_arms(cycle: Cycle, init: Theta, theta: Theta) -> list[Arm]:
         control = _beside(cycle, "static")
         if control.recipe.rounds:
             _share_start(cycle, control)
-        arms.append(Arm("static", control.rounds(init), control))
+        arms.append(Arm("static", control.rounds(init()), control))
     return [*arms, Arm(method, theta, cycle)]
 
 

@@ -22,6 +22,7 @@ LINEAR_SHARE = 0.73
 ROUNDING_PASSES = 10  # activations of a linear: abs, amax, divide, clamp, round, multiply
 LIVE_PASSES = 14  # a weight under theta, float32: smooth, abs, amax, divide, clamp, round, multiply
 LIVE_BACKWARD_PASSES = 36
+OFFSET_PASSES = 17  # its offset: read twice, its gradient written, sign, product, difference, clamp
 SEARCH_PASSES = 16  # a weight rounded once more, and the error of its output
 DEQUANTIZE_PASSES = 4
 DECIDE_PASSES = 30  # [states, V] float32: two log-softmaxes, two divergences, three argmaxes
@@ -91,18 +92,32 @@ class Cost:
         return 2 * units * (self.shapes.vision + self.shapes.audio) / self.machine.flops / LINEAR_SHARE
 
     def initialize(self) -> float:
-        work, shapes = self.work, self.shapes
+        work = self.work
         if work.recipe.init == "rtn" or not work.prompts:
             return self.folding()
-        answered = work.prompt_tokens + RESPONSE_TOKENS
-        batches = ceil(work.prompts / max(1, work.batch_tokens // answered))
+        batches = ceil(work.prompts / max(1, work.batch_tokens // work.answered))
         rollouts = self.dense(work.prompts * work.prompt_tokens, batches, work.prompt_tokens / 2)
-        rollouts += self.dense(work.prompts * RESPONSE_TOKENS, batches * RESPONSE_TOKENS, answered)
-        passes = self.dense(work.prompts * answered, work.prompts, answered / 2)
+        rollouts += self.dense(work.prompts * RESPONSE_TOKENS, batches * RESPONSE_TOKENS, work.answered)
+        searched = 0.0 if work.recipe.init == "signround" else self.search()
+        return rollouts + searched + (self.signround() if work.start_rounds else 0.0)
+
+    def search(self) -> float:
+        work, shapes = self.work, self.shapes
+        passes = self.dense(work.prompts * work.answered, work.prompts, work.answered / 2)
         tried = len(STRENGTHS) + 1 + len(RATIOS) + 1
-        sampled = min(SAMPLE_TOKENS, work.prompts * answered)
+        sampled = min(SAMPLE_TOKENS, work.prompts * work.answered)
         flops, moved = 2 * sampled * shapes.linears * tried, tried * shapes.linears * WIDE * SEARCH_PASSES
-        return rollouts + passes + flops / self.machine.flops + moved / self.machine.bandwidth
+        return passes + flops / self.machine.flops + moved / self.machine.bandwidth
+
+    def signround(self) -> float:
+        """Blocks one after the other, which together are the decoder: every block takes all of its steps and looks."""
+        work, batches = self.work, self.work.start_batches
+        every = work.prompts * work.answered
+        learned = self.learning(work.start_steps * every // batches, work.start_steps, work.answered)
+        learned += work.start_steps * self.shapes.linears * WIDE * OFFSET_PASSES / self.machine.bandwidth
+        looks = work.start_looks + 1  # the last of these is Q's stream going on to the next block
+        judged = self.live(looks * every, looks * batches, work.answered)
+        return learned + judged + self.dense(every, batches, work.answered / 2)
 
     def folding(self) -> float:
         return self.shapes.linears * WIDE * LIVE_PASSES / self.machine.bandwidth
@@ -148,14 +163,19 @@ class Cost:
         work, calibrate = self.work, self.work.recipe.calibrate
         length = work.length if work.decisions else work.prompt_tokens
         tokens = calibrate.epochs * work.prompts * length
-        forwards = 2 if calibrate.checkpointing else 1  # once more inside backward
-        learned = forwards * self.live(tokens, work.micro_batches, length)
-        backward = 2 * self.live(tokens, 0, length)  # the gradients of inputs and of weights are a product each
-        backward += work.micro_batches * self.shapes.linears * WIDE * LIVE_BACKWARD_PASSES / self.machine.bandwidth
+        learned = self.learning(tokens, work.micro_batches, length)
+        if calibrate.checkpointing:
+            learned += self.live(tokens, work.micro_batches, length)  # once more inside backward
         judged = self.live(work.judgements * work.micro_batch * work.length, work.judgements, work.length)
         targets = self.dense(work.every * length, work.every, length / 2)
         states = self.head(5 * calibrate.epochs * work.decisions, DECIDE_PASSES)
-        return work.recipe.rounds * (learned + backward + judged + targets + states)
+        return work.recipe.rounds * (learned + judged + targets + states)
+
+    def learning(self, tokens: int, forwards: int, length: int) -> float:
+        """A live forward and its backward."""
+        backward = 2 * self.live(tokens, 0, length)  # the gradients of inputs and of weights are a product each
+        moved = forwards * self.shapes.linears * WIDE * LIVE_BACKWARD_PASSES
+        return self.live(tokens, forwards, length) + backward + moved / self.machine.bandwidth
 
     def live(self, tokens: int, forwards: int, length: int) -> float:
         """A forward that is differentiable in theta: every weight is smoothed and rounded anew."""

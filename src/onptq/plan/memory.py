@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from onptq.cycle.branch import ROW_TOKENS, TREE_TOKENS
 from onptq.cycle.compare import LOGIT_BYTES
 from onptq.job import SHARE_OF_FREE
-from onptq.methods.layerwise import RESPONSE_TOKENS
 from onptq.methods.search import SAMPLE_TOKENS
 from onptq.plan.parts import Shapes
 from onptq.plan.work import Work
@@ -16,12 +15,8 @@ from onptq.schemes import Scheme
 
 WIDE = 4  # bytes of a float32: theta, smoothed weights, errors and logits, whatever the compute dtype
 THETA_COPIES = 7  # learned, its start, gradient, two moments, the best so far, what a round hands on
-OFFSET_COPIES = (
-    6  # learned, its start, gradient, two moments, the best so far; a later round also has what it was given
-)
-UNLEARNED_COPIES = (
-    3  # of the start's offsets where codes are free: beside the learned scales, the best, what is handed on
-)
+OFFSET_COPIES = 6  # learned, its start, gradient, two moments, the best so far; where it was given any, those too
+UNLEARNED_COPIES = 4  # where codes are free: as given, beside the learned scales, the best, what is handed on
 OFFSETS_FROM = {"gptq", "signround"}  # base methods whose theta has an offset for every weight
 DECIDE_COPIES = 8  # [states, V]: two logits, two log-softmaxes, their middle, and three on the way to a sum
 LOSS_COPIES = 12  # the same with what backward needs
@@ -117,10 +112,9 @@ class Memory:
 
     def initialize(self) -> Terms:
         shapes, work, c = self.shapes, self.work, self.compute
-        base = self.load() | {"prompts": self.prompts} | self.start_offsets()
         if work.recipe.init == "rtn" or not work.prompts:
-            return base | {"folding": self.folding()}
-        answered = work.prompt_tokens + RESPONSE_TOKENS
+            return self.resident() | {"folding": self.folding()}
+        answered = work.answered
         rows = max(1, min(work.prompts, work.batch_tokens // answered))
         rollouts = {
             "prefix caches": work.prompts * answered * self.token_cache,
@@ -132,14 +126,31 @@ class Memory:
             # Twice: prompt by prompt, and joined.
             "sampled inputs": 2 * min(SAMPLE_TOKENS, work.prompts * answered) * widths * shapes.layers * c,
         }
-        return base | max(rollouts, sampled, key=_total)
+        if work.start_rounds:
+            return self.resident() | max(rollouts, sampled, self.rounding(), key=_total)
+        return self.resident() | self.start_offsets() | max(rollouts, sampled, key=_total)
+
+    def rounding(self) -> Terms:
+        """The last block of a start that learns how weights round: it has its offsets beside the best, and their gradients."""
+        shapes, work, c = self.shapes, self.work, self.compute
+        every, tokens = work.prompts * work.answered, work.start_rows * work.answered
+        smoothed = shapes.block * (WIDE if self.scheme.symmetric else 2 * WIDE)  # and the offset with its zero point
+        return self.start_offsets() | {
+            "answered prompts": every * shapes.hidden * c,
+            # D's and Q's, each with its mask.
+            "two streams": 2 * every * (shapes.hidden * c + work.answered),
+            "offsets of a block": 2 * shapes.block * WIDE,
+            "weights in the graph": smoothed + shapes.block * c + self.folding(),
+            "activations in the graph": self.graph_activations(tokens, work.answered),
+            "residual streams and errors": tokens * shapes.hidden * (c + 3 * WIDE),
+        }
 
     def folding(self) -> int:
         return self.shapes.largest * (FOLD_COPIES * WIDE + self.compute)
 
     def follow(self) -> Terms:
         work, shapes = self.work, self.shapes
-        return {
+        following = {
             **self.resident(),
             **self.quantized(),
             **self.per_weight(),
@@ -147,6 +158,10 @@ class Memory:
             "activations": self.activations(work.rows * work.prompt_tokens, work.prompt_tokens),
             "logits": work.rows * shapes.vocabulary * WIDE,
         }
+        if work.recipe.calibrate.codes != "settled":
+            return following
+        settling = self.resident() | self.start_offsets() | self.per_weight()  # before the first
+        return max(following, settling, key=_total)
 
     def compare(self) -> Terms:
         work = self.work
@@ -163,6 +178,7 @@ class Memory:
 
     def branch(self) -> Terms:
         work, shapes, horizon = self.work, self.shapes, self.work.recipe.branch.horizon
+        codes = work.recipe.calibrate.codes
         forks = -(-work.candidates // max(1, work.prompts))
         share = max(1, min(TREE_TOKENS // work.rows, ROW_TOKENS) // (2 * horizon))
         tokens = 2 * min(forks, share) * horizon  # in one row
@@ -174,7 +190,7 @@ class Memory:
             **self.resident(),
             **self.quantized(),
             # In the first round Q is still the start; held-out prompts are followed and compared at the end too.
-            **(self.per_weight() if work.recipe.rounds > 1 else self.start_offsets()),
+            **(self.per_weight() if work.recipe.rounds > 1 or codes != "learned" else self.start_offsets()),
             "prefix caches": self.prefixes(2),
             "tree caches": work.rows * tokens * self.token_cache + joined,
             "activations": self.activations(work.rows * tokens, keys, quantized=False),
@@ -199,21 +215,20 @@ class Memory:
             "activations in the graph": alive * self.graph_activations(tokens, length),
             "logits": self.logits(states, 4, LOSS_COPIES),
         }
-        return terms | self.per_weight(OFFSET_COPIES + (work.recipe.rounds > 1), UNLEARNED_COPIES)
+        given = work.recipe.rounds > 1 or bool(self.start_offsets())
+        return terms | self.per_weight(OFFSET_COPIES + given, UNLEARNED_COPIES)
 
     def per_weight(self, learned: int = 1, unlearned: int = 1) -> Terms:
         """Of theta what has an entry for every weight, so many times; settled codes are shared."""
-        recipe, linears, terms = self.work.recipe, self.shapes.linears, self.start_offsets()
-        if recipe.calibrate.codes == "learned":
-            terms["rounding offsets"] = linears * WIDE * learned
-        elif recipe.calibrate.codes == "settled":
-            terms["settled codes"] = linears * (1 if self.scheme.symmetric else 2)
-        elif terms:
-            terms["rounding offsets"] = linears * WIDE * unlearned
-        return terms
+        codes, linears = self.work.recipe.calibrate.codes, self.shapes.linears
+        if codes == "settled":
+            return {"settled codes": linears * (1 if self.scheme.symmetric else 2)}
+        if codes == "learned":
+            return {"rounding offsets": linears * WIDE * learned}
+        return {"rounding offsets": linears * WIDE * unlearned} if self.start_offsets() else {}
 
     def start_offsets(self) -> Terms:
-        """The start is held to the end: a control may begin from it again."""
+        """Of theta^(0), where it has any; the first round lets go of what it does not begin from."""
         brought = self.work.prompts and OFFSETS_FROM & {*self.work.recipe.init.split("+")}
         return {"offsets of the start": self.shapes.linears * WIDE} if brought else {}
 

@@ -23,7 +23,7 @@ from onptq.schemes import Scheme
 PROCESS_BYTES = 500 * 2**20  # Python, torch and transformers before any model, as measured on a CPU
 # Assumed, not measured: the host's share of CUDA's libraries, and what they take of the GPU before the first tensor.
 GPU_PROCESS_BYTES, GPU_CONTEXT_BYTES = 3 * 2**30, 600 * 2**20
-MODELLED_INITS = ("search", "rtn")
+MODELLED_INITS = ("search", "rtn", "signround", "search+signround")
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ def _host_only(name: str, parts: Parts, memory: Memory) -> Terms:
     """What a run on a GPU holds beside it: models pass through the host when they are loaded."""
     if name == "Load":
         return {"weights": memory.weights} | _mapped(name, parts, memory)
+    if name == "Initialize":
+        return {f"{term}, being written": count for term, count in memory.start_offsets().items()}
     if name == "Export":
         return {"linear being packed": 2 * parts.shapes.largest}  # its codes, and the same packed
     if name == "Verify":
@@ -185,6 +187,7 @@ def _too_large(phases: tuple[Phase, ...], machine: Machine) -> Iterator[str]:
 def _remedy(largest: list[tuple[str, int]]) -> str:
     remedies = {
         "rounding offsets": "calibrate.codes=settled",
+        "offsets of the start": "init=search",
         "activations in the graph": "calibrate.micro_batch=1",
         "residual streams and errors": "calibrate.micro_batch=1",
         "weights in the graph": "calibrate.checkpointing=true",

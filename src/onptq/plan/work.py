@@ -9,6 +9,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from onptq.methods.layerwise import RESPONSE_TOKENS
+from onptq.methods.signround import BATCH, LOOKS, STEPS
 from onptq.models.family import thinker_config
 from onptq.models.loading import Source
 from onptq.models.processing import SETTINGS_FILES, context_length
@@ -34,6 +36,35 @@ class Work:
     @property
     def length(self) -> int:
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def answered(self) -> int:
+        """Tokens of a prompt and the dense model's own response, which the start is made of."""
+        return self.prompt_tokens + RESPONSE_TOKENS
+
+    @property
+    def start_rounds(self) -> bool:
+        """Whether the start learns how each weight is rounded, block by block."""
+        return "signround" in self.recipe.init.split("+")
+
+    @property
+    def start_rows(self) -> int:
+        """Prompts in one of its steps."""
+        return min(self.prompts, BATCH)
+
+    @property
+    def start_batches(self) -> int:
+        return ceil(self.prompts / BATCH)
+
+    @property
+    def start_steps(self) -> int:
+        """Of each block."""
+        return STEPS if self.recipe.init_steps is None else self.recipe.init_steps
+
+    @property
+    def start_looks(self) -> int:
+        """How often each block's error over all prompts is taken: before the first step, and after some."""
+        return 1 + ceil(self.start_steps / max(1, self.start_steps // LOOKS))
 
     @property
     def every(self) -> int:
