@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 import onptq
 from onptq.progress import Bar, QuietReporter
@@ -46,7 +47,9 @@ def main(model: Path, recipe: Recipe, out: Path, warm: Path) -> None:
     gc.collect()
     before, reporter = resident("VmRSS"), Measuring()
     onptq.quantize(model, out / "run", calibration=model / "prompts.jsonl", recipe=recipe, reporter=reporter)
-    print(json.dumps({"before": before, "peaks": reporter.peaks}))
+    with safe_open(out / "run" / "onptq" / "init.safetensors", "pt") as start:
+        offsets = sum(name.startswith("offset/") for name in start.keys())  # noqa: SIM118 - safe_open is no mapping
+    print(json.dumps({"before": before, "peaks": reporter.peaks, "offsets": offsets}))
 
 
 if __name__ == "__main__":

@@ -61,32 +61,6 @@ def chosen_places(states: States) -> set[tuple[int, int]]:
 # Eq. 9
 
 
-def test_relative_risk_fears_for_thin_margins_first() -> None:
-    states = bank(3)
-    wide, thin = np.flatnonzero(states.candidates)[:2]
-    for column, values in (
-        ("erosion", (1.0, 0.5)),
-        ("margin_dense", (9.0, 0.0)),
-        ("consequence", (0.4, 0.4)),
-        ("js", (0, 0)),
-    ):
-        getattr(states, column)[[wide, thin]] = values
-    assert score(states, RiskConfig()).risk[[wide, thin]] == pytest.approx([1.4, 0.7])
-    assert score(states, RiskConfig(relative=True)).risk[[wide, thin]] == pytest.approx([0.14, 0.7])
-
-
-def test_a_floor_gives_every_visited_state_its_even_share() -> None:
-    states = score(bank(4), RiskConfig())
-    plain = select(states, SelectConfig(budget=3))
-    half = select(states, SelectConfig(budget=3, floor=0.5))
-    even = 1 / len(states)
-    assert half.weight == pytest.approx(0.5 * plain.weight + 0.5 * even)
-    assert half.critical.tolist() == plain.critical.tolist()
-    assert select(states, SelectConfig(floor=1.0)).weight == pytest.approx(np.full(len(states), even))
-    none = select(states.with_columns(kind=np.full(len(states), AGREE, np.int8)), SelectConfig(floor=0.25))
-    assert none.weight == pytest.approx(np.full(len(states), 0.25 * even))
-
-
 @quickly
 @given(
     seed=st.integers(0, 10**6),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import torch
 from conftest import Tiny
 from method_bed import PROMPTS, check_manners, exact_policy, open_small, short_responses
 
-from onptq.methods import METHODS
+from onptq.methods import METHODS, initialize
 from onptq.methods.gptq import gptq
 from onptq.methods.search import search
 from onptq.methods.signround import signround
+from onptq.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +43,13 @@ def test_it_tells_of_every_block_and_leaves_the_policy_as_it_was(tiny: Callable[
         return METHODS["search+gptq"](policy, prompts, advance, responses=short_responses(prompts))
 
     check_manners(tiny("qwen3-vl"), "W4A8", method)
+
+
+def test_a_recipe_says_how_many_steps_a_learning_start_takes(bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, prompts, _ = bed
+    taken = []
+    module = importlib.import_module("onptq.methods.signround")  # in its package the name is the function's
+    monkeypatch.setattr(module._Learner, "learn", lambda self, steps: taken.append(steps))
+    for changes in ({}, {"init_steps": 3}, {"init": "search", "init_steps": 3}):
+        initialize(policy, prompts, Recipe().with_overrides(changes), lambda blocks: None)
+    assert taken == [module.STEPS] * policy.blocks + [3] * policy.blocks

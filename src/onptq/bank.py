@@ -64,7 +64,7 @@ class States:
     consequence: Column  # float32, A (Eq. 8)
     risk: Column  # float32, r^DC (Eq. 9); 0 where the state is no candidate
     critical: Column  # bool, in S_critical (Eq. 10)
-    weight: Column  # float32, w (Eq. 11); outside S_critical the floor, usually 0
+    weight: Column  # float32, w (Eq. 11); 0 outside S_critical
 
     @classmethod
     def compared(cls, **columns: Column) -> States:

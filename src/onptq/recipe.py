@@ -20,7 +20,6 @@ from pydantic import (
     StrictBool,
     StrictInt,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -29,8 +28,6 @@ from onptq.errors import OnPTQError
 from onptq.schemes import Scheme
 
 PRESETS = ("light", "default", "best", "paper", "zoo")
-
-LEARNERS = ("signround", "search+signround", "blockwise")  # base methods that take steps, block by block
 
 # What a method's name says about other fields; a recipe that says otherwise contradicts itself.
 IMPLIED: Mapping[str, Mapping[str, Any]] = {
@@ -104,9 +101,6 @@ class RiskConfig(Config):
 
     divergence: Literal["js", "kl"] = Field(default="js", description="divergence of both j_t and A_t")
     erosion_weight: Real = Field(default=1.0, ge=0, description="weight of the erosion term e_t; 0 removes it")
-    relative: StrictBool = Field(
-        default=False, description="divide e_t by 1 + m_D: a wide margin that shrinks a little threatens no decision"
-    )
     branch_weight: Real = Field(default=1.0, ge=0, description="lambda_b: weight of the branch consequence A_t")
     divergence_weight: Real = Field(default=1.0, ge=0, description="eta: weight of the divergence j_t")
     near_miss_tol: Real = Field(default=0.0, ge=0, description="erosion up to this is no near miss (logits)")
@@ -123,9 +117,6 @@ class SelectConfig(Config):
         default=None, ge=1, description="k states of every prompt instead of a global top K_c"
     )
     weights: Literal["risk", "uniform"] = Field(default="risk", description="w: proportional to risk, or all equal")
-    floor: Real = Field(
-        default=0.0, ge=0, le=1, description="share of the weight that is spread evenly over every visited state"
-    )
 
 
 class CalibrateConfig(Config):
@@ -195,7 +186,7 @@ class Recipe(Config):
         "search+signround",
     ] = Field(default="search+signround", description="theta^(0): the base method that calibration starts from")
     init_steps: StrictInt | None = Field(
-        default=None, ge=1, description="steps per block of a base method that learns; null is as many as it has itself"
+        default=None, ge=1, description="steps per block, where the base method takes steps; null is as many as it says"
     )
     rounds: StrictInt = Field(default=1, ge=0, description="R: rounds of Follow, Compare, Branch, Calibrate")
     refresh: StrictBool = Field(default=True, description="take new rollouts each round, not those of the first")
@@ -212,14 +203,6 @@ class Recipe(Config):
     @classmethod
     def _apply_method(cls, data: Any) -> Any:
         return _with_implied(data) if isinstance(data, Mapping) else data
-
-    @field_validator("init_steps")
-    @classmethod
-    def _only_learners_have_steps(cls, steps: int | None, info: ValidationInfo) -> int | None:
-        init = info.data.get("init")
-        if steps is not None and init not in LEARNERS:
-            raise ValueError(f"init {init} learns nothing step by step; expected null, or one of {', '.join(LEARNERS)}")
-        return steps
 
     @field_validator("scheme")
     @classmethod

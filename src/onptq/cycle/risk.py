@@ -12,8 +12,6 @@ from onptq.recipe import RiskConfig, SelectConfig
 def score(states: States, cfg: RiskConfig) -> States:
     """Eq. 9: erosion, amplified by how far its two futures separate, plus a full-vocabulary backstop."""
     erosion, divergence = states.erosion.astype(np.float64), _divergence(states, cfg).astype(np.float64)
-    if cfg.relative:
-        erosion = erosion / (1 + states.margin_dense.astype(np.float64).clip(min=0))
     amplified = cfg.erosion_weight * erosion * (1 + cfg.branch_weight * states.consequence)
     risk = np.where(states.candidates, amplified + cfg.divergence_weight * divergence, 0.0)
     broken = np.flatnonzero(~np.isfinite(erosion + divergence + risk))  # NaN logits can look like an agreement
@@ -27,8 +25,7 @@ def score(states: States, cfg: RiskConfig) -> States:
 
 
 def select(states: States, cfg: SelectConfig, *, risk: RiskConfig | None = None, seed: int = 0) -> States:
-    """Eqs. 10-11 and the ablated rules, with a floor under the weights. Ties go to the earlier prompt, then the earlier token, so
-    that two runs agree."""
+    """Eqs. 10-11 and the ablated rules. Ties go to the earlier prompt, then the earlier token, so that two runs agree."""
     eligible, rank = _rank(states, cfg.rule, risk or RiskConfig(), seed)
     order = np.lexsort((states.t, states.prompt, -rank))
     order = order[eligible[order]]
@@ -45,8 +42,7 @@ def select(states: States, cfg: SelectConfig, *, risk: RiskConfig | None = None,
     total = weight.sum()
     if total == 0 and len(chosen):
         weight[chosen], total = 1.0, float(len(chosen))
-    weight = (1 - cfg.floor) * weight / (total or 1.0) + cfg.floor / max(1, len(states))
-    return states.with_columns(critical=critical, weight=weight.astype(np.float32))
+    return states.with_columns(critical=critical, weight=(weight / (total or 1.0)).astype(np.float32))
 
 
 def _divergence(states: States, cfg: RiskConfig) -> Column:

@@ -36,11 +36,12 @@ METHODS: dict[str, Method] = {
     "search+gptq": searched(gptq),
     "search+signround": searched(signround),
 }
+STEPWISE = ("blockwise", "signround", "search+signround")  # learn step by step, block by block
 
 
 def initialize(
     policy: Policy, prompts: Sequence[EncodedPrompt], recipe: Recipe, advance: Callable[[int], None]
 ) -> Theta:
     """theta^(0) of a recipe."""
-    steps = {} if recipe.init_steps is None else {"steps": recipe.init_steps}
-    return METHODS[recipe.init](policy, prompts, advance, **steps)
+    asked = recipe.init in STEPWISE and recipe.init_steps is not None
+    return METHODS[recipe.init](policy, prompts, advance, **({"steps": recipe.init_steps} if asked else {}))

@@ -74,6 +74,11 @@ class Memory:
         """Keys and values of one token in every block."""
         return 2 * self.shapes.layers * self.shapes.kv * self.compute
 
+    @property
+    def settled(self) -> bool:
+        """Whether rounds work on codes that no longer follow the weights."""
+        return bool(self.work.recipe.rounds) and self.work.recipe.calibrate.codes == "settled"
+
     def prefixes(self, sides: int) -> int:
         """Kept caches of `sides` policies, for calibration and held-out prompts, each within its budget."""
         each = (count * self.work.length * self.token_cache * sides for count in (self.work.prompts, self.work.holdout))
@@ -83,8 +88,10 @@ class Memory:
         """Q as it is deployed: codes and steps, and its weights as floats where they are kept between forwards."""
         shapes = self.shapes
         floats = shapes.linears if self.kept.dequantized else 2 * shapes.largest
+        # Without zero points theta's settled codes are the deployed ones.
+        theirs = self.settled and self.scheme.symmetric
         return {
-            "int8 codes": shapes.linears + shapes.steps * self.storage,
+            "int8 codes": (0 if theirs else shapes.linears) + shapes.steps * self.storage,
             "dequantized weights": floats * self.compute,
         }
 
@@ -158,9 +165,10 @@ class Memory:
             "activations": self.activations(work.rows * work.prompt_tokens, work.prompt_tokens),
             "logits": work.rows * shapes.vocabulary * WIDE,
         }
-        if work.recipe.calibrate.codes != "settled":
+        if not self.settled:
             return following
-        settling = self.resident() | self.start_offsets() | self.per_weight()  # before the first
+        codes = {"int8 codes": following["int8 codes"]}
+        settling = self.resident() | codes | self.start_offsets() | self.per_weight()  # before the first round
         return max(following, settling, key=_total)
 
     def compare(self) -> Terms:
@@ -220,10 +228,10 @@ class Memory:
 
     def per_weight(self, learned: int = 1, unlearned: int = 1) -> Terms:
         """Of theta what has an entry for every weight, so many times; settled codes are shared."""
-        codes, linears = self.work.recipe.calibrate.codes, self.shapes.linears
-        if codes == "settled":
+        linears = self.shapes.linears
+        if self.settled:
             return {"settled codes": linears * (1 if self.scheme.symmetric else 2)}
-        if codes == "learned":
+        if self.work.recipe.calibrate.codes == "learned":
             return {"rounding offsets": linears * WIDE * learned}
         return {"rounding offsets": linears * WIDE * unlearned} if self.start_offsets() else {}
 
@@ -234,7 +242,9 @@ class Memory:
 
     def live_weights(self) -> int:
         """What backward keeps of a block's weights: smoothed and its magnitude in float32, as a float32 copy where they
-        are not one already, and rounded in the compute dtype."""
+        are not one already, and rounded in the compute dtype. Of settled codes, themselves and times their step."""
+        if self.settled:
+            return self.shapes.block * 2 * self.compute
         return self.shapes.block * ((2 if self.compute == WIDE else 3) * WIDE + self.compute)
 
     def graph_activations(self, tokens: int, keys: int) -> int:
