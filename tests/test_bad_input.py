@@ -331,13 +331,14 @@ def test_a_budget_larger_than_the_candidates_takes_all_of_them(small: Path, out:
     assert states.weight.sum() == pytest.approx(1, abs=1e-6)
 
 
-def test_no_candidates_at_all_warns_and_follows_the_anchor_alone(small: Path, out: Path) -> None:
+@pytest.mark.parametrize(("over", "what"), [("critical", "anchor alone"), ("visited", "anchor and the response KL")])
+def test_no_candidates_at_all_warns_and_follows_what_is_left(small: Path, out: Path, over: str, what: str) -> None:
     """Eight bits change none of the first two tokens, and no erosion counts below the tolerance."""
     changes = {"scheme": "W8A16", "follow.max_tokens": 2, "risk.near_miss_tol": 1e6, "calibrate.keep": "last"}
-    done = call(small, out, changes)
+    done = call(small, out, changes | {"init": "search", "calibrate.codes": "free", "calibrate.response_over": over})
     assert done.exit_code == 0
     assert "warning: round 1: no candidate states" in done.stderr
-    assert "anchor alone" in done.stderr
+    assert f"the update follows the {what}" in done.stderr
     states = States.read(out / "onptq/rounds/0/bank.parquet")
     assert not states.candidates.any()
     assert not states.critical.any()

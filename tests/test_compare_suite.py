@@ -100,7 +100,7 @@ def test_the_main_suite_is_every_model_scheme_and_method_on_whole_splits() -> No
     main = SUITES["main"]
     names = candidate_names(main.methods, main.schemes)
     assert (len(main.models), len(names), len(set(names))) == (5, 7 * 13, 7 * 13)
-    assert (main.items, main.prompts, main.preset, main.changes) == (None, 128, "default", ())
+    assert (main.items, main.prompts, main.preset) == (None, 512, "best")
     assert set(main.models) <= set(catalog.ENTRIES)
     parsed = parse_candidates(names, Recipe.preset(main.preset))
     assert {one.recipe.data.prompts for one in parsed if isinstance(one, Built)} == {128}

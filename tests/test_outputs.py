@@ -26,6 +26,7 @@ import onptq
 from onptq.data.manifest import load_manifest
 from onptq.data.prompts import Prompt
 from onptq.models.structure import LINEARS, NORMS
+from onptq.quantizer.theta import PAIR_INTO
 from onptq.recipe import Recipe
 
 ROUNDS, CALIBRATION, HOLDOUT, TOKENS, HORIZON = 2, 5, 3, 8, 4
@@ -326,23 +327,30 @@ def test_held_out_states_are_compared_and_nothing_else(run: Path) -> None:
 # --- theta and the checkpoint ---------------------------------------------------------------------------------------
 
 
-def test_theta_has_a_vector_per_pair_and_a_step_ratio_per_row(run: Path) -> None:
+def test_theta_has_a_vector_per_pair_a_step_ratio_per_row_and_what_its_codes_need(run: Path) -> None:
     config = json.loads((run / "config.json").read_text())["thinker_config"]["text_config"]
     hidden, ffn, heads, kv = (config[name] for name in WIDTHS)
     wide = {"norm_qkv": hidden, "norm_gate_up": hidden, "v_o": hidden // heads * kv, "up_down": ffn}
     tall = {"q_proj": hidden, "k_proj": wide["v_o"], "v_proj": wide["v_o"], "o_proj": hidden}
     tall |= {"gate_proj": ffn, "up_proj": ffn, "down_proj": hidden}
     layers = range(config["num_hidden_layers"])
-    expected = {f"smoothing/layers.{n}.{pair}": (width,) for n in layers for pair, width in wide.items()}
+    scales = {f"smoothing/layers.{n}.{pair}": (width,) for n in layers for pair, width in wide.items()}
+    rounded, settled = {}, {}
     for layer in layers:
         for name, (parent, _) in LINEARS.items():
-            expected[f"ratio/layers.{layer}.{parent}.{name}"] = (tall[name], 1)
-    for name in ("init.safetensors", *(f"rounds/{k}/theta.safetensors" for k in range(ROUNDS))):
+            path, rows = f"layers.{layer}.{parent}.{name}", (tall[name], 1)
+            columns = wide[PAIR_INTO[name]] * (heads // kv if name == "o_proj" else 1)
+            scales[f"ratio/{path}"] = settled[f"step/{path}"] = rows
+            rounded[f"offset/{path}"] = settled[f"levels/{path}"] = tall[name], columns
+    thetas = {"init.safetensors": rounded} | {f"rounds/{k}/theta.safetensors": settled for k in range(ROUNDS)}
+    for name, codes in thetas.items():
         theta = load_file(run / "onptq" / name)
-        assert {key: tuple(tensor.shape) for key, tensor in theta.items()} == expected
-        assert {tensor.dtype for tensor in theta.values()} == {torch.float32}
-        assert all(bool(tensor.isfinite().all()) for tensor in theta.values())
-        assert all(bool((tensor <= 0).all()) for key, tensor in theta.items() if key.startswith("ratio/"))
+        assert {key: tuple(tensor.shape) for key, tensor in theta.items()} == scales | codes
+        for key, tensor in theta.items():
+            assert tensor.dtype == (torch.int8 if key.startswith("levels/") else torch.float32)
+            assert bool(tensor.isfinite().all())
+        if codes is rounded:
+            assert all(bool((tensor <= 0).all()) for key, tensor in theta.items() if key.startswith("ratio/"))
 
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")

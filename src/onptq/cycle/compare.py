@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onptq import kernels
 from onptq.bank import AGREE, MISMATCH, NEAR_MISS, States, Trajectory
 from onptq.cycle.divergence import js_divergence, kl_divergence
 from onptq.cycle.prefixes import Prefixes
 from onptq.models.encoding import PromptBatch
+from onptq.policy import Policy
 
 LOGIT_BYTES = 256 * 2**20  # at most this much of [states x vocabulary] in fp32 lives at a time
+KERNEL_ROWS = 8192  # states per launch where no logits exist
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,21 @@ def decide(z_dense: Tensor, z_quant: Tensor) -> Decisions:
     )
 
 
+def decide_hidden(policy: Policy, dense: Tensor, quant: Tensor) -> Decisions:
+    """The same from residual streams [S, d]; on a GPU without a row of logits."""
+    if kernels.fit(dense, quant, policy.structure.head.weight):
+        from onptq.kernels.decisions import decide_states
+
+        return Decisions(*decide_states(*head_inputs(policy, dense, quant)))
+    return decide(policy.logits(dense), policy.logits(quant))
+
+
+def head_inputs(policy: Policy, dense: Tensor, quant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What the kernels multiply: normed states [S, d] of both models, head [V, d] and bias."""
+    norm, head = policy.structure.decoder.norm, policy.structure.head
+    return norm(dense), norm(quant), head.weight, head.bias  # type: ignore[operator]
+
+
 def pair_margin(logits: Tensor, reference: Tensor, competitor: Tensor) -> Tensor:
     """m = z(a^R) - z(a^C) (Eq. 5), [S, V] to [S]."""
     pair = logits.gather(-1, torch.stack((reference, competitor), dim=-1))
@@ -80,7 +98,7 @@ def compare(
         rows, steps = _visited(batch, by_prompt)
         columns = [
             _decide_chunk(prefixes, dense[rows[chunk], steps[chunk]], quant[rows[chunk], steps[chunk]])
-            for chunk in _chunks(len(rows), state_rows(prefixes.policy.vocabulary))
+            for chunk in _chunks(len(rows), _rows_at_once(prefixes.policy))
         ]
         decisions = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
         parts.append(_states(batch, rows, steps, response, decisions, near_miss_tol))
@@ -106,13 +124,17 @@ def _visited(batch: PromptBatch, by_prompt: dict[int, Trajectory]) -> tuple[Tens
     return rows, steps
 
 
+def _rows_at_once(policy: Policy) -> int:
+    """Kernels hold no logits, so that memory does not bound them."""
+    return KERNEL_ROWS if kernels.fit(policy.structure.head.weight) else state_rows(policy.vocabulary)
+
+
 def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, total, size))
 
 
 def _decide_chunk(prefixes: Prefixes, dense: Tensor, quant: Tensor) -> dict[str, np.ndarray]:
-    logits = prefixes.policy.logits
-    found = decide(logits(dense), logits(quant))
+    found = decide_hidden(prefixes.policy, dense, quant)
     return {
         "reference": found.reference.int().cpu().numpy(),
         "competitor": found.competitor.int().cpu().numpy(),

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 from torch.utils.checkpoint import checkpoint
 
+from onptq import kernels
 from onptq.bank import States, Trajectory
-from onptq.cycle.compare import pair_margin, state_rows
+from onptq.cycle.compare import head_inputs, pair_margin, state_rows
 from onptq.cycle.divergence import kl_divergence
 from onptq.cycle.prefixes import causal_mask
 from onptq.models.decoder import Tokens
@@ -190,6 +191,9 @@ def _decision_terms(policy: Policy, items: Sequence[Item], dense: Tensor, quant:
     weight, share, reference, competitor, margin_dense = (
         torch.cat([getattr(item, name) for item in items]) for name in names
     )
+    if kernels.fit(dense, quant, policy.structure.head.weight):
+        losses = decision_losses(policy, dense, quant, reference, competitor, margin_dense)
+        return (losses[0] * weight).sum(), (losses[1] * share).sum()
     pair = response = torch.zeros((), device=policy.device)
     size = state_rows(policy.vocabulary, models=4)
     for start in range(0, len(weight), size):
@@ -214,6 +218,13 @@ def decision_losses(
     policy: Policy, dense: Tensor, quant: Tensor, reference: Tensor, competitor: Tensor, margin_dense: Tensor
 ) -> tuple[Tensor, Tensor]:
     """L_pair and L_response of each state, [C] each, from the two models' residual streams [C, d]."""
-    z_dense, z_quant = policy.logits(dense).detach(), policy.logits(quant)
-    margin = pair_margin(z_quant, reference, competitor)
-    return huber_loss(margin, margin_dense, reduction="none", delta=1.0), kl_divergence(z_dense, z_quant)
+    if kernels.fit(dense, quant, policy.structure.head.weight):
+        from onptq.kernels.decisions import kl_of_states, margin_of_states
+
+        rows_dense, rows_quant, head, bias = head_inputs(policy, dense, quant)
+        margin = margin_of_states(rows_quant, head, bias, reference, competitor)
+        response = kl_of_states(rows_dense, rows_quant, head, bias)
+    else:
+        z_dense, z_quant = policy.logits(dense).detach(), policy.logits(quant)
+        margin, response = pair_margin(z_quant, reference, competitor), kl_divergence(z_dense, z_quant)
+    return huber_loss(margin, margin_dense, reduction="none", delta=1.0), response

@@ -115,7 +115,8 @@ class Cycle:
         self.run.file(*compared).unlink(missing_ok=True)
         self.run.log("bank", round=k, **bank_figures(states))
         if not states.weight.any() and self.recipe.calibrate.gamma > 0:
-            self.reporter.warn(f"round {k + 1}: no candidate states, so the update follows the anchor alone")
+            rest = " and the response KL" if self.recipe.calibrate.response_over == "visited" else " alone"
+            self.reporter.warn(f"round {k + 1}: no candidate states, so the update follows the anchor{rest}")
         return states
 
     def holdout(self, name: str, label: str) -> Holdout | None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from onptq import kernels
+
 
 def code_range(bits: int) -> tuple[int, int]:
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
@@ -79,6 +81,10 @@ def cast_through(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def fake_quantize_activations(x: Tensor, bits: int) -> Tensor:
     """Dynamic, symmetric, one step per token; x is [..., tokens, channels]."""
+    if kernels.fit(x):
+        from onptq.kernels.fake_quantize import fake_quantize_tokens
+
+        return fake_quantize_tokens(x, bits)
     absmax = x.abs().amax(dim=-1, keepdim=True)
     step = absmax / absmax.new_full(
         (), (2**bits - 1) / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onptq import kernels
 from onptq.quantizer.integer import FakeQuantize, cast_through, code_range, round_to_codes
 from onptq.schemes import Scheme
 
@@ -29,7 +30,8 @@ def weight_grid(
         span = weight.abs().amax(dim=-1, keepdim=True) * (OFF_TIE / ((high - low) / 2))
     else:
         floor = weight.amin(dim=-1, keepdim=True).clamp(max=0)
-        span = (weight.amax(dim=-1, keepdim=True).clamp(min=0) - floor) / (high - low)
+        reach = weight.amax(dim=-1, keepdim=True).clamp(min=0) - floor
+        span = reach / reach.new_full((), high - low)  # a division on a GPU too, as for activations
     step = cast_through(ratio * span, storage)
     step = torch.where(step == 0, torch.finfo(storage).eps, step)
     if scheme.symmetric:
@@ -44,6 +46,11 @@ def fake_quantize_weight(
     if not scheme.quantizes_weights:
         return cast_through(weight, storage).to(dtype)
     grouped, offset = _grouped(weight, log_ratio), None if offset is None else _grouped(offset, log_ratio)
+    if {storage, dtype} <= kernels.DTYPES and kernels.fit(grouped, log_ratio, offset, dtypes={torch.float32}):
+        from onptq.kernels.fake_quantize import fake_quantize_rows
+
+        grid = scheme.weight_bits, scheme.symmetric, storage, dtype
+        return fake_quantize_rows(grouped, log_ratio.exp(), offset, *grid).view_as(weight)
     step, zero = weight_grid(grouped, log_ratio, scheme, storage)
     shift = offset if zero is None else zero if offset is None else offset + zero
     out: Tensor = FakeQuantize.apply(grouped, step, shift, zero, scheme.weight_bits, dtype)  # type: ignore[no-untyped-call]

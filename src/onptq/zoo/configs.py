@@ -27,6 +27,7 @@ class Dims:
     tie: bool
     dtype: str
     rope_theta: float = 1e6
+    context: int = 4096
 
     @property
     def head_dim(self) -> int:
@@ -51,6 +52,7 @@ class Towers:
     deepstack: tuple[int, ...] = (0, 1)
     positions: int = 256
     audio_layers: int = 2
+    audio_heads: int | None = None  # as many as the vision tower has
     audio_ffn: int = 128
     audio_window: int = 25  # half a chunk of mel frames
     talker_vocab: int | None = None  # as many as the thinker has
@@ -103,7 +105,7 @@ def _text(dims: Dims) -> JSON:
         "num_key_value_heads": dims.kv_heads,
         "vocab_size": dims.vocab,
         "hidden_act": "silu",
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": dims.context,
         "rms_norm_eps": 1e-6,
         "rope_theta": dims.rope_theta,
         "tie_word_embeddings": dims.tie,
@@ -208,7 +210,7 @@ def _qwen2_5_omni(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
         "num_mel_bins": 128,
         "d_model": towers.width,
         "encoder_layers": towers.audio_layers,
-        "encoder_attention_heads": towers.heads,
+        "encoder_attention_heads": towers.audio_heads or towers.heads,
         "encoder_ffn_dim": towers.audio_ffn,
         "n_window": towers.audio_window,
         "output_dim": dims.hidden,

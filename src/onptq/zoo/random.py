@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,15 @@ def write_random(
     _validate(family, dims, len(tokens.special))
     folder.mkdir(parents=True, exist_ok=True)
     ids = write_tokenizer(folder, tokens, vocab)
-    _write_json(folder / "config.json", model_config(family, dims, ids))
-    _write_json(folder / "generation_config.json", _generation(tokens, ids))
+    write_json(folder / "config.json", model_config(family, dims, ids))
+    write_json(folder / "generation_config.json", generation_config(tokens, ids))
     modalities = FAMILIES[family].modalities
     if "image" in modalities:
-        _write_json(folder / "preprocessor_config.json", preprocessor_config(family, "audio" in modalities))
-    _write_weights(folder, family, dims, _silent(tokens, ids, tie), seed, outliers)
+        write_json(folder / "preprocessor_config.json", preprocessor_config(family, "audio" in modalities))
+    from safetensors.torch import save_file
+
+    weights = dict(draw_weights(folder, family, dims, silent_ids(tokens, ids, tie), seed, outliers=outliers))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write_prompts(folder, modalities, prompts, image_size, seed)
     return folder
 
@@ -84,59 +87,67 @@ def _validate(family: str, dims: Dims, special: int) -> None:
         raise OnPTQError(f"vocab {dims.vocab}: expected at least {256 + special}, for the bytes and the special tokens")
 
 
-def _generation(tokens: TokenSet, ids: Mapping[str, int]) -> dict[str, Any]:
+def generation_config(tokens: TokenSet, ids: Mapping[str, int]) -> dict[str, Any]:
     stops = [ids[token] for token in tokens.stops]
     bos = {"bos_token_id": ids[tokens.bos]} if tokens.bos else {}
     return bos | {"eos_token_id": stops, "pad_token_id": ids[tokens.pad], "do_sample": False}
 
 
-def _silent(tokens: TokenSet, ids: Mapping[str, int], tie: bool) -> list[int]:
+def silent_ids(tokens: TokenSet, ids: Mapping[str, int], tie: bool) -> list[int]:
     """Tokens that no response may contain, by rows of zeros in the head. Where the head is also the embedding only the
     placeholders, whose embeddings are never read: another token without an embedding would be a hole in the prompt."""
     silent = PLACEHOLDERS if tie else set(tokens.special) - set(tokens.stops)
     return sorted(ids[token] for token in silent & set(tokens.special))
 
 
-def _write_weights(folder: Path, family: str, dims: Dims, silent: Sequence[int], seed: int, outliers: float) -> None:
-    from safetensors.torch import save_file
-
-    weights = {}
-    for name, shape in _shapes(folder, WHOLE.get(family, FAMILIES[family].model_class)).items():
+def draw_weights(
+    folder: Path,
+    family: str,
+    dims: Dims,
+    silent: Sequence[int],
+    seed: int,
+    *,
+    outliers: float = 0.0,
+    logit_std: float = LOGIT_STD,
+    device: str = "cpu",
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint that `folder`'s config.json describes, one at a time, drawn on `device`."""
+    for name, shape in tensor_shapes(folder, family).items():
         if dims.tie and name.endswith("lm_head.weight"):
             continue
-        weight = _draw(name, shape, dims, seed)
+        weight = _draw(name, shape, dims, seed, logit_std, device)
         if name.endswith("embed_tokens.weight" if dims.tie else "lm_head.weight") and shape[1] == dims.hidden:
             weight[list(silent)] = 0
         _make_outliers(name, weight, 1 + outliers)
-        weights[name] = weight.to(getattr(torch, dims.dtype))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        yield name, weight.to(getattr(torch, dims.dtype))
 
 
-def _shapes(folder: Path, model_class: str) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(folder: Path, family: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes as the transformers class saves them; without weights, so that size costs nothing here."""
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
     config = transformers.AutoConfig.from_pretrained(str(folder))
     with torch.device("meta"):
-        model = getattr(transformers, model_class)(config)
+        model = getattr(transformers, WHOLE.get(family, FAMILIES[family].model_class))(config)
     on_disk = revert_weight_conversion(model, model.state_dict())
     return {name: tuple(on_disk[name].shape) for name in sorted(on_disk)}
 
 
-def _draw(name: str, shape: tuple[int, ...], dims: Dims, seed: int) -> Tensor:
+def _draw(name: str, shape: tuple[int, ...], dims: Dims, seed: int, logit_std: float, device: str) -> Tensor:
     """Values that depend on seed and name alone, scaled so that every part of the model has a say in the logits."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    normal = torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:6], "big")))
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:6], "big"))
+    normal = torch.randn(shape, generator=generator, device=device)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return 1.4 + 0.1 * normal
     if dims.tie and name.endswith("model.norm.weight"):
         # A head that is also the embedding would answer every token with itself; random signs take that apart.
-        return normal.sign() * LOGIT_STD / (TIED_EMBEDDING_STD * math.sqrt(dims.hidden))
+        return normal.sign() * logit_std / (TIED_EMBEDDING_STD * math.sqrt(dims.hidden))
     if len(shape) == 1:
         return 0.1 * normal if name.endswith("bias") else 1 + 0.1 * normal
     if name.endswith("lm_head.weight"):
-        return normal * LOGIT_STD / math.sqrt(shape[1])
+        return normal * logit_std / math.sqrt(shape[1])
     if "embed" in name and "proj" not in name:
         return normal * TIED_EMBEDDING_STD if dims.tie else normal
     gain = next((gain for linear, gain in GAINS.items() if name.endswith(f"{linear}.weight")), 1.0)
@@ -153,5 +164,5 @@ def _make_outliers(name: str, weight: Tensor, factor: float) -> None:
         weight[:, ::OUTLIER_EVERY] /= factor
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,198 @@
+"""One whole calibration through the public API: seconds and peak memory of every phase, and its two floors."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from floors import Counts, Floors, Rates
+from pictures import draw_prompts
+
+import onptq
+from onptq.models.loading import choose_dtype, find_source
+from onptq.plan.parts import find_parts
+from onptq.plan.work import work_of
+from onptq.progress import Bar, QuietReporter
+from onptq.recipe import Recipe
+from onptq.run import HOME
+from onptq.schemes import Scheme
+from onptq.zoo.published import Published, write_published
+
+PHASES = ("Hash", "Load", "Encode", "Initialize", "Follow", "Compare", "Branch", "Calibrate", "Export", "Verify")
+BETWEEN = "Between"  # folding, and files of the run
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one run is made of."""
+
+    shape: Published
+    layers: int
+    media_tokens: int
+    recipe: Recipe
+
+
+@dataclass
+class Phase:
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+
+    def add(self, seconds: float, peak: int | None) -> None:
+        self.seconds += seconds
+        if peak is not None:
+            self.peak_bytes = max(peak, self.peak_bytes or 0)
+
+
+class Measuring(QuietReporter):
+    """Seconds and peak of every phase by its first word, and of what lies between phases; says each as it ends."""
+
+    def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
+        self.device, self.say = device, say
+        self.phases: dict[str, Phase] = {}
+        self.reserved: int | None = None  # on a GPU: what the allocator took for tensors, the most at any time
+        self._reset()
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
+        self._close(BETWEEN)
+        began = time.perf_counter()
+        with super().phase(name, total, unit) as bar:
+            yield bar
+        peak = self._close(name.split()[0])
+        held = "" if peak is None else f", {peak / 2**30:.2f} GiB"
+        self.say(f"{name}: {time.perf_counter() - began:.2f} s{held}")
+
+    def note(self, text: str) -> None:
+        self.say(text)
+
+    def end(self) -> None:
+        self._close(BETWEEN)
+
+    def _close(self, name: str) -> int | None:
+        peak = self._peak()
+        self.phases.setdefault(name, Phase()).add(time.perf_counter() - self._began, peak)
+        self._reset()
+        return peak
+
+    def _peak(self) -> int | None:
+        """On a GPU what tensors held, on a CPU what the process held."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.reserved = max(self.reserved or 0, torch.cuda.max_memory_reserved(self.device))
+            return torch.cuda.max_memory_allocated(self.device)
+        with suppress(OSError):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
+        return None
+
+    def _reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with suppress(OSError):  # Linux forgets the high-water mark when asked so
+                Path("/proc/self/clear_refs").write_text("5")
+        self._began = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where models and runs lie, and on what they run."""
+
+    folder: Path
+    device: torch.device
+    rates: Rates
+    say: Callable[[str], None]
+
+    def run(self, setting: Setting, verify: bool = False) -> dict[str, Any]:
+        """One whole run; its checkpoint is thrown away, the model stays for the next."""
+        model, made = self._model(setting)
+        recipe = setting.recipe
+        out = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder))
+        count = recipe.data.prompts
+        prompts = draw_prompts(setting.shape.family, count + recipe.data.holdout, setting.media_tokens)
+        measuring = Measuring(self.device, self.say)
+        began = time.perf_counter()
+        try:
+            result = onptq.quantize(
+                model,
+                out,
+                calibration=prompts[:count],
+                holdout=prompts[count:],
+                recipe=recipe,
+                reporter=measuring,
+                verify=verify,
+            )
+            measuring.end()
+            seconds = time.perf_counter() - began
+            floors = self._floors(setting, model, out, result.summary)
+        finally:
+            shutil.rmtree(out, ignore_errors=True)
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        peaks = [phase.peak_bytes for phase in measuring.phases.values() if phase.peak_bytes is not None]
+        return {
+            "seconds": seconds,
+            "made_in": made,
+            "peak_bytes": max(peaks, default=None),
+            "reserved_bytes": measuring.reserved,
+            "counts": asdict(floors.counts),
+            "phases": self._rows(measuring.phases, floors),
+            "rounds": result.summary["rounds"],
+        }
+
+    def _model(self, setting: Setting) -> tuple[Path, float | None]:
+        """The checkpoint, and the seconds it took to make unless it was there."""
+        folder = self.folder / f"{setting.shape.family}-{setting.shape.dims.hidden}-{setting.layers}"
+        if folder.exists():
+            return folder, None
+        for other in self.folder.glob(f"{setting.shape.family}-{setting.shape.dims.hidden}-*"):
+            shutil.rmtree(other)  # one at a time: sixteen gigabytes each
+        began = time.perf_counter()
+        write_published(setting.shape, folder, layers=setting.layers, device=self.device.type)
+        return folder, time.perf_counter() - began
+
+    def _floors(self, setting: Setting, model: Path, out: Path, summary: Mapping[str, Any]) -> Floors:
+        source = find_source(model)
+        shapes = find_parts(source, Scheme.parse(setting.recipe.scheme)).shapes
+        work = replace(
+            work_of(setting.recipe, source), prompts=setting.recipe.data.prompts, holdout=setting.recipe.data.holdout
+        )
+        lengths = [len(ids) for ids in pq.read_table(out / HOME / "prompts.parquet")["input_ids"].to_pylist()]
+        rounds = summary["rounds"]
+        states = sum(one["states"] for one in rounds) / max(1, len(rounds))
+        candidates = sum(one["mismatches"] + one["near_misses"] for one in rounds) / max(1, len(rounds))
+        counts = Counts(
+            prompt_tokens=sum(lengths) / len(lengths),
+            media_tokens=float(setting.media_tokens),
+            response_tokens=states / max(1, work.prompts),
+            candidates=candidates if setting.recipe.calibrate.gamma else 0.0,
+        )
+        dtype = choose_dtype(setting.recipe.compute.dtype, self.device)
+        return Floors(shapes, work, counts, dtype.itemsize, summary["checkpoint"]["bytes"])
+
+    def _rows(self, measured: Mapping[str, Phase], floors: Floors) -> dict[str, dict[str, Any]]:
+        least, tokens = floors.phases(), floors.tokens()
+        rows: dict[str, dict[str, Any]] = {}
+        for name in (*PHASES, BETWEEN):
+            if name not in measured:
+                continue
+            phase = measured[name]
+            row: dict[str, Any] = {"seconds": phase.seconds, "peak_bytes": phase.peak_bytes}
+            row["tokens"] = tokens.get(name)
+            row["tokens_per_second"] = tokens[name] / phase.seconds if name in tokens else None
+            if name in least:
+                arithmetic, moved = least[name].flops / self.rates.flops, least[name].bytes / self.rates.bandwidth
+                row |= {"flops": least[name].flops, "bytes": least[name].bytes}
+                row |= {"arithmetic_floor": arithmetic / phase.seconds, "bytes_floor": moved / phase.seconds}
+            rows[name] = row
+        return rows

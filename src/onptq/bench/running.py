@@ -1,0 +1,147 @@
+"""Every checkpoint in every mode, each in a process of its own: what one leaves in memory is no part of the next."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from onptq import __version__
+from onptq.bench.timing import Job, heard
+from onptq.bench.variants import Variant
+from onptq.errors import OnPTQError
+from onptq.progress import Reporter
+
+Engine = Literal["vllm", "transformers"]
+Mode = Literal["eager", "compiled"]
+TAIL = 15  # lines of an engine's log
+ABSENT = "No module named 'vllm'"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all checkpoints have in common."""
+
+    engine: Engine
+    modes: tuple[Mode, ...] = ("eager",)
+    batches: tuple[int, ...] = (1, 8)
+    prompt_tokens: int = 2048
+    new_tokens: int = 64
+    repeats: int = 8
+    dtype: str | None = None  # None: as each checkpoint states it
+    linear_backend: str | None = None  # None: what the scheme needs
+    graph_sizes: tuple[int, ...] = ()  # none: the forwards that are measured
+    cache_gib: float = 4.0
+    timeout: float = 600.0  # seconds for one checkpoint in one mode
+    python: str = field(default_factory=lambda: sys.executable)  # that has vLLM
+
+    def __post_init__(self) -> None:
+        for name, valid in (("engine", get_args(Engine)), ("modes", get_args(Mode))):
+            given = getattr(self, name)
+            for value in (given,) if isinstance(given, str) else given:
+                if value not in valid:
+                    raise OnPTQError(f"{name}: {value!r} is not known; expected {' or '.join(valid)}")
+        if self.engine == "transformers" and self.modes != ("eager",):
+            raise OnPTQError("transformers is measured as it generates by default; expected --mode eager alone")
+
+    def job(self, variant: Variant, mode: Mode) -> Job:
+        sizes = self.graph_sizes or tuple(sorted({*self.batches, *(one * self.prompt_tokens for one in self.batches)}))
+        backend = self.linear_backend if variant.scheme is not None and self.linear_backend else variant.linear_backend
+        return Job(
+            folder=str(variant.source.folder.resolve()),
+            mode=mode,
+            dtype=self.dtype or variant.dtype,
+            batches=self.batches,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            repeats=self.repeats,
+            vocabulary=variant.vocabulary,
+            linear_backend=backend,
+            graph_sizes=sizes,
+            cache_gib=self.cache_gib,
+        )
+
+
+def run_bench(
+    model: str,
+    variants: Sequence[Variant],
+    settings: Settings,
+    reporter: Reporter,
+    logs: Path,
+    save: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """All measurements, given to `save` as they come; one that failed has an `error` instead, and its log is under `logs`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    with reporter.phase("Measure", total=len(variants) * len(settings.modes), unit="checkpoints") as bar:
+        for mode in settings.modes:
+            for variant in variants:
+                found = _run_one(variant, mode, settings, logs)
+                results.append({"name": variant.name, "mode": mode, "folder": variant.source.folder.name} | found)
+                save(_report(model, settings, results))
+                if "error" in found:
+                    reporter.warn(f"{variant.name} ({mode}): {found['error']}")
+                bar.advance()
+    return _report(model, settings, results)
+
+
+def _report(model: str, settings: Settings, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    whole = [one for one in results if "error" not in one]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": model,
+        "settings": {name: value for name, value in asdict(settings).items() if name != "python"},
+        "device": whole[0]["device"] if whole else None,
+        "versions": {"onptq": __version__} | (whole[0]["versions"] if whole else {}),
+        "results": list(results),
+    }
+
+
+def _run_one(variant: Variant, mode: Mode, settings: Settings, logs: Path) -> dict[str, Any]:
+    job = settings.job(variant, mode)
+    log = logs / f"{variant.name.replace(' ', '-')}-{mode}.log"
+    with log.open("w", encoding="utf-8") as stream:
+        try:
+            code: int | str = subprocess.run(
+                command(settings, job),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=_environment(settings),
+                timeout=settings.timeout,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {settings.timeout:g} s"
+        except OSError as error:
+            raise OnPTQError(
+                f"{settings.python} does not run: {error}; expected the interpreter that has vLLM"
+            ) from error
+    output = log.read_text(encoding="utf-8", errors="replace")
+    asked = {"dtype": job.dtype, "linear_backend": job.linear_backend}
+    found = heard(output)
+    if found is not None:
+        return asked | found
+    if ABSENT in output:
+        raise OnPTQError(
+            f"{settings.python} has no vLLM, which this engine needs: install vllm there, or name the interpreter that has it "
+            "with --python"
+        )
+    lines = [line for line in output.splitlines() if line.strip()]
+    return asked | {"error": f"exit code {code}; the log ends: " + " | ".join(lines[-TAIL:])}
+
+
+def command(settings: Settings, job: Job) -> list[str]:
+    if settings.engine == "transformers":
+        return [sys.executable, "-m", "onptq.bench.transformers_engine", job.text()]
+    return [settings.python, str(Path(__file__).with_name("vllm_engine.py")), job.text()]
+
+
+def _environment(settings: Settings) -> Mapping[str, str]:
+    """Another interpreter has packages of its own, which ours must not cover."""
+    own = settings.engine == "transformers" or settings.python == sys.executable
+    return {name: value for name, value in os.environ.items() if own or name != "PYTHONPATH"}

@@ -1,0 +1,93 @@
+"""The measurements as rows of text, each beside the dense model and, where it has one, the paper's number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from onptq.bench.paper import PAPER
+from onptq.bench.variants import DENSE
+from onptq.errors import OnPTQError
+from onptq.plan.serving import HUMMING, VLLM, serving
+from onptq.schemes import Scheme
+
+HEADS = ("checkpoint", "batch", "prefill ms", "speedup", "decode ms/token", "speedup", "peak GiB", "less", "paper")
+
+
+def rows(results: Sequence[Mapping[str, Any]], mode: str) -> Iterator[tuple[str, ...]]:
+    """One for every checkpoint and batch of a mode that came to an end."""
+    measured = [one for one in results if one["mode"] == mode and "error" not in one]
+    dense = next((one for one in measured if one["name"] == DENSE), None)
+    base = {} if dense is None else {row["batch"]: row for row in dense["batches"]}
+    for one in measured:
+        for row in one["batches"]:
+            yield _row(one["name"], row, None if one is dense else base.get(row["batch"]))
+
+
+def _row(name: str, row: Mapping[str, Any], base: Mapping[str, Any] | None) -> tuple[str, ...]:
+    peak = row["prefill_peak_bytes"]
+    return (
+        name,
+        str(row["batch"]),
+        f"{1e3 * row['prefill_seconds']:.2f}",
+        _times(row, base, "prefill_seconds"),
+        f"{1e3 * row['decode_seconds']:.2f}",
+        _times(row, base, "decode_seconds"),
+        "" if peak is None else f"{peak / 2**30:.2f}",
+        _less(peak, None if base is None else base["prefill_peak_bytes"]),
+        paper_cell(name, row["batch"]),
+    )
+
+
+def _times(row: Mapping[str, Any], base: Mapping[str, Any] | None, key: str) -> str:
+    if base is None or row[key] <= 0:  # a difference of two noisy times may be anything
+        return ""
+    return f"{base[key] / row[key]:.2f}x"
+
+
+def _less(peak: int | None, base: int | None) -> str:
+    return "" if not peak or not base else f"{100 * (1 - peak / base):.1f}%"
+
+
+def paper_cell(name: str, batch: int) -> str:
+    """The paper's prefill and peak memory; for the quantized row also what they are of its FP16."""
+    of = {(row["name"], row["batch"]): row for row in PAPER["rows"]}
+    found = of.get(("FP16" if name == DENSE else name, batch))
+    if found is None:
+        return ""
+    text = f"{1e3 * found['prefill_seconds']:.2f} ms, {found['peak_bytes'] / 1e9:.2f} GB"
+    if name == DENSE:
+        return text
+    base = of["FP16", batch]
+    times = base["prefill_seconds"] / found["prefill_seconds"]
+    return f"{text}: {times:.2f}x, {100 * (1 - found['peak_bytes'] / base['peak_bytes']):.1f}% less"
+
+
+def kernel_lines(results: Sequence[Mapping[str, Any]], mode: str) -> Iterator[str]:
+    for one in results:
+        if one["mode"] == mode and "error" not in one:
+            kernels = "; ".join(f"{count} linears by {kernel}" for kernel, count in one["kernels"].items())
+            yield f"{one['name']}: {one['dtype']}, weights {one['weight_bytes'] / 2**30:.2f} GiB, {kernels}{_judged(one)}"
+
+
+def _judged(one: Mapping[str, Any]) -> str:
+    kernel = announced(one["name"], one.get("hardware"), one["linear_backend"])
+    if kernel is None:
+        return ""
+    same = all(kernel.lower() in ran.lower() for ran in one["kernels"])
+    return f" ({'as' if same else 'not what'} `onptq plan` announces: {kernel})"
+
+
+def announced(name: str, hardware: str | None, backend: str | None) -> str | None:
+    """The kernel that a plan names for such a checkpoint on a GPU of that generation; None where it names none."""
+    try:
+        scheme = Scheme.parse(name)
+    except OnPTQError:
+        return None
+    number = (hardware or "").removeprefix("sm")
+    for row in serving(scheme):
+        generations = row.hardware.rpartition("sm")[2].split("/")
+        switched = row.switch == HUMMING
+        if row.server == VLLM and number in generations and switched == (backend == "humming"):
+            return row.kernel
+    return None

@@ -1,0 +1,115 @@
+"""What an engine is asked and how it is timed. Standard library only: an interpreter without OnPTQ runs this file too."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+MARK = "RESULT "  # begins the one line of an engine's output that is for us
+FIRST_ID = 300  # smaller ids may be special ones
+STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint in one engine."""
+
+    folder: str
+    mode: str  # eager or compiled
+    dtype: str  # float16, bfloat16, float32
+    batches: tuple[int, ...]
+    prompt_tokens: int
+    new_tokens: int  # decoded beyond the first
+    repeats: int
+    vocabulary: int
+    linear_backend: str | None  # on a GPU; None is the engine's own choice
+    graph_sizes: tuple[int, ...]  # tokens of the forwards that are captured when compiled
+    cache_gib: float
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(**fields | {name: tuple(fields[name]) for name in ("batches", "graph_sizes")})
+
+
+class Memory(Protocol):
+    """The most bytes held since it was last reset; None where the system does not say."""
+
+    def reset(self) -> None: ...
+
+    def peak(self) -> int | None: ...
+
+
+class ProcessMemory:
+    """Of a process on a CPU: what it held, code and libraries included."""
+
+    def reset(self) -> None:
+        with suppress(OSError):  # Linux forgets the high-water mark when asked so
+            FORGET.write_text("5")
+
+    def peak(self) -> int | None:
+        with suppress(OSError):
+            lines = STATUS.read_text().splitlines()
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
+        return None
+
+
+Generate = Callable[[Sequence[list[int]], int], None]  # writes so many tokens after each prompt, and waits for them
+
+
+def measure(generate: Generate, job: Job, memory: Memory) -> Iterator[dict[str, Any]]:
+    """Prefill is a response of one token. A longer one does the same and then decodes: the difference of two calls, one
+    right after the other, is what decoding took; medians over such pairs."""
+    for batch in job.batches:
+        prompts = draw_prompts(batch, job.prompt_tokens, job.vocabulary)
+        for tokens in (1, 1 + job.new_tokens):  # compiles, captures, allocates
+            generate(prompts, tokens)
+            generate(prompts, tokens)
+        memory.reset()
+        generate(prompts, 1)
+        prefill_peak = memory.peak()
+        prefills, decodes = [], []
+        for _ in range(job.repeats):
+            prefills.append(_seconds(generate, prompts, 1))
+            decodes.append((_seconds(generate, prompts, 1 + job.new_tokens) - prefills[-1]) / job.new_tokens)
+        yield {
+            "batch": batch,
+            "prefill_seconds": statistics.median(prefills),
+            "decode_seconds": statistics.median(decodes),  # of one step, which writes a token of every row
+            "prefill_all": prefills,
+            "decode_all": decodes,
+            "prefill_peak_bytes": prefill_peak,
+            "peak_bytes": memory.peak(),
+        }
+
+
+def draw_prompts(batch: int, tokens: int, vocabulary: int) -> list[list[int]]:
+    """Random ids, the same for everybody: kernels' speed depends on data, and a cache must not know them."""
+    source = random.Random(f"{batch}/{tokens}/{vocabulary}")
+    return [[source.randrange(FIRST_ID, vocabulary) for _ in range(tokens)] for _ in range(batch)]
+
+
+def _seconds(generate: Generate, prompts: Sequence[list[int]], tokens: int) -> float:
+    began = time.perf_counter()
+    generate(prompts, tokens)
+    return time.perf_counter() - began
+
+
+def tell(found: dict[str, Any]) -> None:
+    print(MARK + json.dumps(found), flush=True)
+
+
+def heard(output: str) -> dict[str, Any] | None:
+    """What an engine told, if it came so far."""
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]
+    return json.loads(lines[-1][len(MARK) :]) if lines else None

@@ -1,0 +1,144 @@
+"""One checkpoint in vLLM, in a process of its own: `python vllm_engine.py JOB`. Needs vLLM, and nothing else of OnPTQ."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__:
+    from onptq.bench.timing import Job, Memory, ProcessMemory, measure, tell
+else:  # vLLM's interpreter may have no OnPTQ; this folder must not hide other modules either
+    from timing import Job, Memory, ProcessMemory, measure, tell  # type: ignore[import-not-found, no-redef]
+
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model in this process, where it can be looked at
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of a decoder layer, as vLLM joins them
+
+
+class TensorMemory:
+    """What tensors held on the GPU, without the key-value cache, which vLLM reserves at its start."""
+
+    def __init__(self, cache_bytes: int) -> None:
+        self.cache_bytes = cache_bytes
+
+    def reset(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        import torch
+
+        return int(torch.cuda.max_memory_allocated()) - self.cache_bytes
+
+
+def run(job: Job) -> dict[str, Any]:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import torch
+    import vllm  # type: ignore[import-not-found]
+
+    on_gpu = bool(torch.cuda.is_available())
+    began = time.perf_counter()
+    llm = vllm.LLM(**options(job, on_gpu))
+    started = time.perf_counter() - began
+    kernels = llm.apply_model(describe_kernels)[0]
+    weights = llm.apply_model(weight_bytes)[0]
+    cache = cache_bytes(llm)
+    memory: Memory = TensorMemory(cache) if on_gpu else ProcessMemory()
+
+    def generate(prompts: Sequence[list[int]], tokens: int) -> None:
+        parameters = vllm.SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+        assert all(len(one.outputs[0].token_ids) == tokens for one in found)
+
+    return {
+        "kernels": kernels,
+        "weight_bytes": weights,
+        "cache_bytes": cache,
+        "linear_backend": job.linear_backend if on_gpu else None,
+        "started_in": started,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "hardware": "sm{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "cpu",
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+        "batches": list(measure(generate, job, memory)),
+    }
+
+
+def options(job: Job, on_gpu: bool) -> dict[str, Any]:
+    """The same for every checkpoint, apart from the kernels it asks for."""
+    most = max(job.batches)
+    found: dict[str, Any] = {
+        "model": job.folder,
+        "skip_tokenizer_init": True,
+        "dtype": job.dtype,
+        "max_model_len": job.prompt_tokens + job.new_tokens + 16,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": most * job.prompt_tokens,  # a batch is prefilled in one forward
+        "enable_prefix_caching": False,
+        "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if on_gpu:
+        found |= {"kv_cache_memory_bytes": int(job.cache_gib * 2**30), "gpu_memory_utilization": 0.5}
+        found |= {"linear_backend": job.linear_backend} if job.linear_backend else {}
+    if job.mode == "compiled":
+        return found | {"compilation_config": {"cudagraph_capture_sizes": list(job.graph_sizes)}}
+    return found | {"enforce_eager": True}
+
+
+def describe_kernels(model: Any) -> dict[str, int]:
+    """What multiplies in the decoder's linears, read off the loaded model: scheme, kernel and activations, with their number."""
+    found: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in LINEARS and ".layers." in name and "visual" not in name and "tower" not in name:
+            found[_describe(module)] += 1
+    return dict(found)
+
+
+def _describe(module: Any) -> str:
+    scheme = getattr(module, "scheme", None)
+    if scheme is None:
+        return type(getattr(module, "quant_method", module)).__name__
+    kernel = getattr(scheme, "kernel", None)
+    name = f"{type(scheme).__name__} / {type(kernel).__name__ if kernel is not None else 'no kernel of its own'}"
+    # Humming alone says what it multiplies; a kernel's own configuration names the model's dtype, whatever it rounds to.
+    metas = getattr(module, "humming_metas", None) or {}
+    return ", ".join((name, *(f"{meta.a_dtype} x {meta.b_dtype}" for meta in metas.values())))
+
+
+def weight_bytes(model: Any) -> int:
+    storages = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def cache_bytes(llm: Any) -> int:
+    """Of the reserved key-value cache, from the runner that holds it."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    runner = getattr(worker, "worker", worker).model_runner
+    seen = {}
+    for tensor in runner.kv_caches:
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+if __name__ == "__main__":
+    tell(run(Job.parse(sys.argv[1])))
+    sys.stdout.flush()
+    os._exit(0)  # a shutdown that hangs or fails has nothing more to say

@@ -1,0 +1,164 @@
+"""`onptq bench`: how fast checkpoints run in a real engine, and on which kernel."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onptq.cli.quantize import make_reporter
+from onptq.errors import OnPTQError
+
+if TYPE_CHECKING:
+    from onptq.bench.running import Settings
+
+
+def bench(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Checkpoint folders, at most one of them dense; or qwen2.5-vl-7b, qwen3-vl-8b, qwen2.5-omni-7b: these shapes "
+            "with random weights.",
+        ),
+    ],
+    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    schemes: Annotated[
+        str, typer.Option(help="Exported by plain rounding and measured, where one dense model is given alone.")
+    ] = "W4A8,W8A8,W4A16",
+    modes: Annotated[
+        list[str] | None,
+        typer.Option("--mode", help="eager, or compiled with CUDA graphs; repeatable.", show_default="eager"),
+    ] = None,
+    batches: Annotated[
+        list[int] | None, typer.Option("--batch", min=1, help="Prompts at once; repeatable.", show_default="1 and 8")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 2048,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the first.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of which medians are taken.")] = 8,
+    dtype: Annotated[
+        str | None, typer.Option(help="float16, bfloat16 or float32.", show_default="as each checkpoint states it")
+    ] = None,
+    linear_backend: Annotated[
+        str | None,
+        typer.Option(
+            help="vLLM's kernels for quantized checkpoints on a GPU.",
+            show_default="humming for W4A8, else its own choice",
+        ),
+    ] = None,
+    graph_sizes: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--graph-size",
+            min=1,
+            help="Tokens of a captured forward; repeatable.",
+            show_default="all that are measured",
+        ),
+    ] = None,
+    cache_gib: Annotated[float, typer.Option(help="vLLM's key-value cache on a GPU, GiB.")] = 4.0,
+    layers: Annotated[int | None, typer.Option(min=1, help="Decoder blocks of a model with random weights.")] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Where models are made and logs are kept.", show_default="thrown away")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter that has vLLM.", show_default="the one that runs this")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one checkpoint in one mode.")] = 600.0,
+    out: Annotated[Path | None, typer.Option(help="Write every number to this JSON file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the same JSON instead of tables.")] = False,
+) -> None:
+    """Measure prefill, decode and peak memory of MODEL, dense and quantized, in one engine with one setting.
+
+    Exit code 1 where a checkpoint did not run.
+    """
+    from onptq.bench.running import Settings
+
+    settings = Settings(
+        engine=engine,  # type: ignore[arg-type]
+        modes=tuple(modes or ("eager",)),  # type: ignore[arg-type]
+        batches=tuple(sorted(set(batches or (1, 8)))),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        dtype=dtype,
+        linear_backend=linear_backend,
+        graph_sizes=tuple(sorted(set(graph_sizes or ()))),
+        cache_gib=cache_gib,
+        timeout=timeout,
+        python=python or sys.executable,
+    )
+    with tempfile.TemporaryDirectory(prefix="onptq-bench-") as scratch:
+        found = _measure(models, schemes, settings, work or Path(scratch), layers, out, json)
+    if json:
+        typer.echo(json_format.dumps(found, indent=2))
+    else:
+        _print(found)
+    if any("error" in one for one in found["results"]):
+        raise typer.Exit(1)
+
+
+def _measure(
+    models: list[str],
+    schemes: str,
+    settings: Settings,
+    work: Path,
+    layers: int | None,
+    out: Path | None,
+    quiet: bool,
+) -> dict[str, Any]:
+    from onptq.bench.running import run_bench
+    from onptq.bench.variants import choose_variants
+    from onptq.models.loading import DTYPES
+
+    if settings.dtype is not None and settings.dtype not in DTYPES:
+        raise OnPTQError(f"--dtype {settings.dtype}: expected one of {', '.join(DTYPES)}")
+    reporter = make_reporter(quiet, False)
+    wanted = [scheme.strip() for scheme in schemes.split(",") if scheme.strip()]
+    work.mkdir(parents=True, exist_ok=True)
+    variants = choose_variants(models, wanted, work, reporter, layers=layers)
+
+    def save(found: dict[str, Any]) -> None:
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json_format.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+    return run_bench(" ".join(models), variants, settings, reporter, work / "logs", save)
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from onptq.bench.paper import PAPER
+    from onptq.bench.tables import HEADS, kernel_lines, rows
+
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file has no width of its own
+        console.width = 140
+    settings, results = found["settings"], found["results"]
+    for mode in settings["modes"]:
+        console.print(
+            f"{settings['engine']}, {mode}, {settings['prompt_tokens']} prompt tokens, medians of {settings['repeats']}, "
+            f"on {found['device']}",
+            style="bold",
+            markup=False,
+        )
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+        for head in HEADS:
+            table.add_column(head, justify="left" if head in ("checkpoint", "paper") else "right")
+        for row in rows(results, mode):
+            table.add_row(*row)
+        console.print(table)
+        for line in kernel_lines(results, mode):
+            console.print(line, markup=False)
+        for one in results:
+            if one["mode"] == mode and "error" in one:
+                console.print(f"{one['name']}: failed, {one['error']}", style="red", markup=False)
+        console.print()
+    console.print(
+        f"paper: {PAPER['model']} on a {PAPER['device']}, {PAPER['prompt_tokens']:,} tokens, GB of 10^9 bytes"
+    )

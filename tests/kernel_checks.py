@@ -1,0 +1,424 @@
+"""Every kernel against its plain twin and the float64 oracles: on the GPU where one is, else in Triton's interpreter.
+
+`test_kernels.py` runs these, in a process of their own where the interpreter is needed: Triton decides at import how it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from torch import Tensor
+
+import onptq.kernels.decisions
+import onptq.kernels.fake_quantize
+from onptq import kernels
+from onptq.bank import Trajectory
+from onptq.cycle.compare import Decisions, compare, decide, pair_margin
+from onptq.cycle.divergence import kl_divergence
+from onptq.cycle.objective import Targets, make_items, measure
+from onptq.cycle.prefixes import Prefixes
+from onptq.data.manifest import load_manifest
+from onptq.kernels.decisions import decide_states, kl_of_states, margin_of_states
+from onptq.models.loading import find_source
+from onptq.models.processing import PromptProcessor
+from onptq.policy import Policy, load_policy
+from onptq.quantizer.integer import fake_quantize_activations
+from onptq.quantizer.theta import Theta
+from onptq.quantizer.weights import fake_quantize_weight
+from onptq.schemes import Scheme
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+if DEVICE == "cpu":
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain_convert, plain_dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype, mode: object) -> np.ndarray:
+        """The interpreter cuts fp32 off to bf16, where a GPU rounds."""
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return torch.from_numpy(data.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return plain_convert(data, source, target, mode)
+
+    def dot(self: object, a: object, b: object, *rest: object) -> object:
+        """The interpreter multiplies the bits of bf16 as if they were integers."""
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (self.cast_impl(factor, tl.float32) for factor in (a, b))
+        return plain_dot(self, a, b, *rest)
+
+    interpreter._convert_float, interpreter.InterpreterBuilder.create_dot = convert, dot
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Kernels or twins, for what dispatches by itself. On a GPU kernels are what it takes when nothing is said."""
+
+    def to(who: str) -> None:
+        kernels_on = "auto" if DEVICE == "cuda" else "on"
+        monkeypatch.setenv(kernels.SWITCH, kernels_on if who == "kernels" else "off")
+
+    return to
+
+
+def close(found: Tensor | None, expected: Tensor | None, relative: float) -> None:
+    """To a fraction of the largest entry."""
+    assert found is not None
+    assert expected is not None
+    assert found.dtype == expected.dtype
+    atol = relative * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+GRADIENTS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # the twin rounds every product, too
+
+
+# Fake-quantization
+
+
+def token_batch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    x = normal(*shape, seed=len(shape))
+    x[..., 0] *= 20
+    x[..., 1] = -x[..., 0]  # two channels share the largest magnitude
+    x.view(-1, shape[-1])[0] = 0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 3, 100), (5, 64), (33, 7), (3, 2500), (40,)], ids=str)
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_tokens_are_fake_quantized_as_plainly(
+    choose: Callable[[str], None], shape: tuple[int, ...], dtype: torch.dtype, bits: int
+) -> None:
+    x = token_batch(shape, dtype)
+    grad = normal(*shape, seed=7).to(dtype)
+    found = {}
+    for who in ("kernels", "twins"):
+        choose(who)
+        entering = x.clone().requires_grad_()
+        out = fake_quantize_activations(entering, bits)
+        out.backward(grad)
+        found[who] = out.detach(), entering.grad
+    assert found["kernels"][0].dtype == dtype
+    assert torch.equal(found["kernels"][0], found["twins"][0])
+    close(found["kernels"][1], found["twins"][1], GRADIENTS[dtype])
+
+
+def weights(scheme: Scheme, columns: int, storage: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of every kind: zeros, one sign only, two largest, too small for a step that is not 0."""
+    weight = normal(7, columns, seed=3)
+    weight[1] = 0
+    weight[2], weight[3] = weight[2].abs() + 0.1, -weight[3].abs() - 0.1
+    weight[4, 0], weight[4, 1] = 5, -5
+    weight[5] *= torch.finfo(storage).tiny / 2**12 if storage == torch.float16 else 1
+    groups = columns // scheme.group_size if scheme.group_size else 1
+    log_ratio = torch.linspace(-0.7, 0.1, 7 * groups, device=DEVICE).view(7, groups)
+    return weight, log_ratio, torch.rand(7, columns, generator=torch.Generator().manual_seed(4)).to(DEVICE) - 0.5
+
+
+@pytest.mark.parametrize("with_offset", [False, True], ids=["nearest", "offset"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("W4A16", 60),
+        ("W8A8", 2100),
+        ("W2A16-g12", 60),
+        ("W4A16-asym", 60),
+        ("W3A16-g12-asym", 60),
+        ("W4A16-g128", 1280),
+    ],
+)
+def test_weights_are_fake_quantized_as_plainly(
+    choose: Callable[[str], None], name: str, columns: int, dtype: torch.dtype, with_offset: bool
+) -> None:
+    scheme = Scheme.parse(name)
+    start = weights(scheme, columns, dtype)
+    grad = normal(7, columns, seed=5).to(dtype)
+    found = {}
+    for who in ("kernels", "twins"):
+        choose(who)
+        weight, log_ratio, offset = (tensor.clone().requires_grad_() for tensor in start)
+        out = fake_quantize_weight(weight, log_ratio, offset if with_offset else None, scheme, dtype, dtype)
+        out.backward(grad)
+        found[who] = out.detach(), [tensor.grad for tensor in (weight, log_ratio, offset)]
+    assert found["kernels"][0].dtype == dtype
+    assert torch.equal(found["kernels"][0], found["twins"][0])
+    for kernel, twin in zip(found["kernels"][1], found["twins"][1], strict=True):
+        if kernel is None and twin is None:
+            assert not with_offset
+            continue
+        close(kernel, twin, 2e-6)
+
+
+@pytest.mark.parametrize("wanted", [(False, True, False), (False, False, True), (True, False, False)], ids=str)
+def test_a_gradient_that_nobody_wants_is_not_made(choose: Callable[[str], None], wanted: tuple[bool, ...]) -> None:
+    scheme = Scheme.parse("W4A16-asym")
+    start = weights(scheme, 60, torch.float32)
+    grads = {}
+    for who in ("kernels", "twins"):
+        choose(who)
+        inputs = [tensor.clone().requires_grad_(want) for tensor, want in zip(start, wanted, strict=True)]
+        fake_quantize_weight(*inputs, scheme, torch.float32, torch.float32).square().sum().backward()
+        grads[who] = [tensor.grad for tensor in inputs]
+    for kernel, twin, want in zip(grads["kernels"], grads["twins"], wanted, strict=True):
+        assert (kernel is not None) == want
+        if want:
+            close(kernel, twin, 2e-6)
+
+
+def test_steps_and_codes_are_the_oracles(choose: Callable[[str], None]) -> None:
+    """In float64, naively; the largest of a token is positive, so that none lies on a tie."""
+    choose("kernels")
+    x = normal(6, 90, seed=8)
+    x[:, 3] = x.abs().amax(1) * 1.5
+    exact = x.double().cpu().numpy()
+    step = oracles.token_step(exact, 6)
+    expected = oracles.rounding(exact, step, 6)
+    out = fake_quantize_activations(x, 6).double().cpu().numpy()
+    np.testing.assert_allclose(out, expected(exact, step), rtol=1e-6)
+    assert not expected.inside.all(), "the largest saturates"
+
+    ratio = torch.linspace(0.5, 1, 6, device=DEVICE)[:, None]
+    step = oracles.row_step(exact, ratio.double().cpu().numpy(), 4)
+    out = fake_quantize_weight(x, ratio.log(), None, Scheme(4), torch.float32, torch.float32)
+    expected = oracles.rounding(exact, step, 4)
+    np.testing.assert_allclose(out.double().cpu().numpy(), expected(exact, step), rtol=2e-6)
+
+
+def test_gradients_are_those_of_the_oracles_surrogate(choose: Callable[[str], None]) -> None:
+    """Along random directions of weight and ratio, by central differences in float64."""
+    choose("kernels")
+    weight, log_ratio, grad = normal(5, 70, seed=9), -normal(5, 1, seed=10).abs() / 2, normal(5, 70, seed=11)
+    weight, log_ratio = weight.requires_grad_(), log_ratio.requires_grad_()
+    fake_quantize_weight(weight, log_ratio, None, Scheme(4), torch.float32, torch.float32).backward(grad)
+    at = [tensor.detach().double().cpu().numpy() for tensor in (weight, log_ratio)]
+    frozen = oracles.rounding(at[0], oracles.row_step(at[0], np.exp(at[1]), 4), 4)
+
+    def value(w: np.ndarray, c: np.ndarray) -> float:
+        return float((grad.double().cpu().numpy() * frozen(w, oracles.row_step(w, np.exp(c), 4))).sum())
+
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        along = [rng.standard_normal(point.shape) for point in at]
+        ahead, behind = ([p + sign * 1e-6 * a for p, a in zip(at, along, strict=True)] for sign in (1, -1))
+        expected = (value(*ahead) - value(*behind)) / 2e-6
+        grads = [tensor.grad.double().cpu().numpy() for tensor in (weight, log_ratio)]
+        found = sum(float((g * a).sum()) for g, a in zip(grads, along, strict=True))
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_is_not_a_number_stays_visible(choose: Callable[[str], None]) -> None:
+    choose("kernels")
+    x = normal(4, 50)
+    x[1, 2], x[2, 3] = torch.nan, torch.inf
+    out = fake_quantize_activations(x, 8)
+    assert out[1].isnan().any()
+    assert out[2].isnan().any()
+    assert out[0].isfinite().all()
+    scheme = Scheme.parse("W4A16-asym")
+    out = fake_quantize_weight(x, torch.zeros(4, 1, device=DEVICE), None, scheme, torch.bfloat16, torch.bfloat16)
+    assert out[1].isnan().any()
+    assert out[3].isfinite().all()
+
+
+# Decisions
+
+SHAPES = [(37, 40, 1100), (70, 64, 200), (1, 96, 530), (3, 33, 5)]  # states, width, vocabulary
+
+
+def scenery(shape: tuple[int, int, int], dtype: torch.dtype, biased: bool = False) -> tuple[Tensor, ...]:
+    states, width, vocabulary = shape
+    head = normal(vocabulary, width, seed=12) * 3 / width**0.5
+    dense = normal(states, width, seed=13)
+    noise = torch.linspace(1, 0.01, states, device=DEVICE)[:, None]
+    quant = dense + noise * normal(states, width, seed=14)
+    bias = normal(vocabulary, seed=15).to(dtype) if biased else None
+    return dense.to(dtype), quant.to(dtype), head.to(dtype), bias
+
+
+def logits(rows: Tensor, head: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
+    product = rows.to(dtype) @ head.to(dtype).T
+    return product if bias is None else product + bias.to(dtype)
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decisions_from_hidden_states_match_equations_3_to_7(
+    shape: tuple[int, int, int], dtype: torch.dtype, biased: bool
+) -> None:
+    dense, quant, head, bias = scenery(shape, dtype, biased)
+    found = Decisions(*decide_states(dense, quant, head, bias))
+    z_dense, z_quant = (logits(rows, head, bias) for rows in (dense, quant))
+    twin = decide(z_dense.float(), z_quant.float())
+    for field in fields(Decisions):
+        values, expected = getattr(found, field.name), getattr(twin, field.name)
+        assert values.dtype == expected.dtype
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5, msg=field.name)
+    for row, (d, q) in enumerate(zip(z_dense.cpu().numpy(), z_quant.cpu().numpy(), strict=True)):
+        reference, quantized = oracles.eq3_actions(d, q)
+        competitor = oracles.eq4_competitor(q, reference)
+        assert (found.reference[row], found.quantized[row], found.competitor[row]) == (reference, quantized, competitor)
+        for name, z in (("margin_dense", d), ("margin_quant", q)):
+            expected = oracles.eq5_margin(z, reference, competitor)
+            assert float(getattr(found, name)[row]) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert float(found.js[row]) == pytest.approx(oracles.eq7_same_state(d, q), rel=1e-4, abs=1e-6)
+        assert float(found.kl[row]) == pytest.approx(oracles.eq17_response(d, q), rel=1e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ties_go_to_the_lowest_id_within_and_across_tiles(dtype: torch.dtype) -> None:
+    """Whole numbers, so that every product is exact. Only some tokens speak; each pair ties."""
+    head, states = torch.zeros(1500, 32), torch.zeros(3, 32)
+    for channel, tokens in enumerate([(70, 71), (5, 140), (300, 1400)]):
+        states[channel, channel] = 4
+        head[list(tokens), channel] = 2
+    head, states = head.to(DEVICE, dtype), states.to(DEVICE, dtype)
+    found = decide_states(states, states, head, None)
+    assert found.reference.tolist() == found.quantized.tolist() == [70, 5, 300]
+    assert found.competitor.tolist() == [71, 140, 1400]
+    assert not any(found.margin_dense.tolist() + found.margin_quant.tolist())
+    assert not found.js.any()
+    assert not found.kl.any()
+    silent = decide_states(torch.zeros_like(states), states, head, None)
+    assert silent.reference.tolist() == [0, 0, 0]
+    assert silent.competitor.tolist() == [70, 5, 300]
+
+
+def test_distributions_without_a_common_token_reach_the_largest_js() -> None:
+    head = torch.zeros(600, 16, device=DEVICE)
+    head[2, 0] = head[599, 1] = 1
+    dense, quant = (torch.zeros(2, 16, device=DEVICE) for _ in range(2))
+    dense[:, 0] = quant[:, 1] = 500
+    found = decide_states(dense, quant, head, None)
+    torch.testing.assert_close(found.js, torch.full((2,), oracles.LN2, device=DEVICE), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.kl, torch.full((2,), 500.0, device=DEVICE), rtol=1e-5, atol=0)
+    assert found.margin_dense.tolist() == [500, 500]
+    assert found.margin_quant.tolist() == [-500, -500]
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_losses_teach_hidden_states_as_the_twins_do(
+    shape: tuple[int, int, int], dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onptq.kernels.decisions, "GRADIENT_COLUMNS", 300)  # several pieces, and none a whole tile
+    dense, start, head, bias = scenery(shape, dtype, biased)
+    count, _, vocabulary = shape
+    reference, competitor = ((torch.arange(count, device=DEVICE) * 3 + k) % vocabulary for k in (0, 1))
+    weight, share = normal(count, seed=16), normal(count, seed=17).abs()
+    quant, exact = start.clone().requires_grad_(), start.double().requires_grad_()
+    kl, margin = kl_of_states(dense, quant, head, bias), margin_of_states(quant, head, bias, reference, competitor)
+    ((kl * share).sum() + (margin * weight).sum()).backward()
+    z_quant = logits(exact, head, bias)
+    exact_kl, exact_margin = (
+        kl_divergence(logits(dense, head, bias), z_quant),
+        pair_margin(z_quant, reference, competitor),
+    )
+    ((exact_kl * share).sum() + (exact_margin * weight).sum()).backward()
+    torch.testing.assert_close(kl.detach(), exact_kl.detach().float(), rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(margin.detach(), exact_margin.detach().float(), rtol=1e-5, atol=1e-5)
+    assert quant.grad is not None
+    assert exact.grad is not None
+    assert quant.grad.dtype == dtype
+    close(quant.grad.double(), exact.grad, {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype])
+
+
+if DEVICE == "cuda":
+
+    def test_a_7b_models_shapes_agree_with_the_twins(choose: Callable[[str], None]) -> None:
+        dense, start, head, _ = scenery((300, 3584, 152064), torch.bfloat16)
+        z_dense, z_quant = (torch.mm(rows, head.T, out_dtype=torch.float32) for rows in (dense, start))
+        found, twin = Decisions(*decide_states(dense, start, head, None)), decide(z_dense, z_quant)
+        for field in fields(Decisions):
+            values, expected = getattr(found, field.name), getattr(twin, field.name)
+            torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4, msg=field.name)
+        again = Decisions(*decide_states(dense, start, head, None))
+        assert all(torch.equal(getattr(found, field.name), getattr(again, field.name)) for field in fields(Decisions))
+        quant = start.clone().requires_grad_()
+        kl_of_states(dense, quant, head, None).sum().backward()
+        slope = (z_quant.softmax(-1) - z_dense.softmax(-1)).bfloat16()
+        close(quant.grad, slope @ head, 1e-2)
+
+        weight, ratio = normal(3584, 18944, seed=20), torch.zeros(3584, 1, device=DEVICE)
+        x = normal(16384, 18944, seed=21).bfloat16()
+        outs = {}
+        for who in ("kernels", "twins"):
+            choose(who)
+            rounded = fake_quantize_weight(weight, ratio, None, Scheme(4), torch.bfloat16, torch.bfloat16)
+            outs[who] = rounded, fake_quantize_activations(x, 8)
+        assert all(torch.equal(kernel, twin) for kernel, twin in zip(outs["kernels"], outs["twins"], strict=True))
+
+
+# Where the library calls them
+
+
+def test_the_cycle_computes_the_same_with_kernels_and_without(
+    small: Path, choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: set[str] = set()
+    for module in (onptq.kernels.decisions, onptq.kernels.fake_quantize):
+        for name in ("decide_states", "kl_of_states", "margin_of_states", "fake_quantize_rows", "fake_quantize_tokens"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, _noting(getattr(module, name), name, ran))
+    source = find_source(small)
+    processor = PromptProcessor.from_folder(small, source.family, source.config)
+    policy = load_policy(source, "W4A8", device=DEVICE, dtype=torch.float32)
+    prompts = []
+    for prompt in load_manifest(small / "prompts.jsonl")[:2]:
+        inputs = processor(prompt)
+        prompts.append(policy.encode(inputs.tensors, inputs.modality, prompt.ordinal))
+    trajectories = [Trajectory(prompt.ordinal, (3, 5, 7 + prompt.ordinal), False) for prompt in prompts]
+    found = {}
+    for who in ("twins", "kernels"):
+        choose(who)
+        theta = some_theta(policy)
+        policy.freeze(theta)
+        states = compare(Prefixes(policy, prompts, max_tokens=4), trajectories)
+        states = states.with_columns(weight=np.full(len(states), 1 / len(states), np.float32))
+        parameters = [tensor.requires_grad_() for part in (theta.smoothing, theta.ratio) for tensor in part.values()]
+        policy.attach(theta)
+        items = make_items(policy, prompts, trajectories, states)
+        terms = measure(policy, items, Targets(policy, None))
+        torch.stack(terms.values()).sum().backward()
+        found[who] = states, terms, [parameter.grad for parameter in parameters]
+        assert bool(ran) == (who == "kernels")
+    assert ran == {"decide_states", "kl_of_states", "margin_of_states", "fake_quantize_rows", "fake_quantize_tokens"}
+    (states, terms, grads), (twin_states, twin_terms, twin_grads) = found["kernels"], found["twins"]
+    for name in states.__dataclass_fields__:
+        np.testing.assert_allclose(
+            getattr(states, name), getattr(twin_states, name), rtol=1e-4, atol=1e-5, err_msg=name
+        )
+    torch.testing.assert_close(torch.stack(terms.values()), torch.stack(twin_terms.values()), rtol=1e-4, atol=1e-6)
+    for grad, twin in zip(grads, twin_grads, strict=True):
+        close(grad, twin, 1e-4)
+
+
+def some_theta(policy: Policy) -> Theta:
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme)
+    for seed, u in enumerate(theta.smoothing.values()):
+        u.copy_(normal(*u.shape, seed=seed) / 4)
+    for seed, c in enumerate(theta.ratio.values()):
+        c.copy_(-normal(*c.shape, seed=seed).abs() / 8)
+    return theta
+
+
+def _noting(function: Callable[..., object], name: str, ran: set[str]) -> Callable[..., object]:
+    def noted(*arguments: object) -> object:
+        ran.add(name)
+        return function(*arguments)
+
+    return noted

@@ -1,0 +1,217 @@
+"""`onptq bench`: checkpoints beside each other in one engine, the kernel that ran, and the paper's numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from onptq.bench.running import Settings, command, run_bench
+from onptq.bench.tables import HEADS, announced, kernel_lines, paper_cell, rows
+from onptq.bench.timing import Job, draw_prompts, heard, measure
+from onptq.bench.variants import choose_variants
+from onptq.bench.vllm_engine import describe_kernels, options
+from onptq.cli import app
+from onptq.errors import OnPTQError
+from onptq.progress import QuietReporter
+from onptq.zoo.configs import RANDOM_TOWERS, Dims
+from onptq.zoo.published import PUBLISHED, Published
+
+JOB = Job("folder", "eager", "float16", (1, 8), 2048, 64, 3, 1000, "humming", (1, 8, 2048, 16384), 4.0)
+QUIET = QuietReporter()
+
+
+@pytest.fixture(scope="module")
+def exported(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of exports of the small model."""
+    work = tmp_path_factory.mktemp("exports")
+    choose_variants([str(small)], ["W4A8"], work, QUIET)
+    return work
+
+
+def test_the_command_measures_dense_and_quantized_in_transformers(small: Path, exported: Path, tmp_path: Path) -> None:
+    quantized, out = exported / f"{small.name}-W4A8-rtn", tmp_path / "found.json"
+    sizes = ["--prompt-tokens", "24", "--new-tokens", "3", "--repeats", "2", "--batch", "2"]
+    arguments = ["bench", str(quantized), str(small), "--engine", "transformers", *sizes, "--out", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert [one["name"] for one in found["results"]] == ["dense", "W4A8"]
+    for one in found["results"]:
+        (row,) = one["batches"]
+        assert row["batch"] == 2
+        assert len(row["prefill_all"]) == len(row["decode_all"]) == 2
+        assert 0 < row["prefill_seconds"] < 60
+        assert row["prefill_peak_bytes"] > 2**20
+        assert sum(one["kernels"].values()) == 14  # seven linears in each of two blocks
+    assert found["results"][0]["kernels"].keys() == {"Linear / bfloat16"}
+    assert "activations rounded to 8 bits" in next(iter(found["results"][1]["kernels"]))
+    assert "1.79x" not in result.output  # the paper has no batch of 2
+    assert found["results"][1]["batches"][0]["prefill_seconds"] > 0
+
+
+def test_a_dense_model_given_alone_is_exported_by_the_schemes(small: Path, exported: Path) -> None:
+    variants = choose_variants([str(small)], ["W4A8", "W8A8"], exported, QUIET)
+    assert [variant.name for variant in variants] == ["dense", "W4A8", "W8A8"]
+    assert [variant.linear_backend for variant in variants] == [None, "humming", None]
+    assert {variant.vocabulary for variant in variants} == {512}
+    assert {variant.dtype for variant in variants} == {"bfloat16"}
+    config = json.loads((variants[2].source.folder / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "int-quantized"
+
+
+def test_a_name_is_a_model_of_these_shapes_with_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dims = Dims(4, 64, 128, 2, 1, 512, False, "float16")
+    monkeypatch.setitem(PUBLISHED, "little", Published("qwen3-vl", dims, RANDOM_TOWERS, (28 * 28, 512 * 512)))
+    (variant,) = choose_variants(["little"], [], tmp_path, QUIET, layers=2)
+    assert variant.source.folder == tmp_path / "little-2"
+    assert variant.source.config["text_config"]["num_hidden_layers"] == 2
+    assert variant.dtype == "float16"
+
+
+def test_what_cannot_be_measured_is_said_before_anything_runs(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(OnPTQError, match=r"several dense models.*expected one"):
+        choose_variants([str(small), str(small)], [], tmp_path, QUIET)
+    with pytest.raises(OnPTQError, match=r"no folder here.*qwen2\.5-vl-7b"):
+        choose_variants(["nowhere"], [], tmp_path, QUIET)
+    with pytest.raises(OnPTQError, match="expected vllm or transformers"):
+        Settings(engine="llama.cpp")  # type: ignore[arg-type]
+    with pytest.raises(OnPTQError, match="--mode eager alone"):
+        Settings(engine="transformers", modes=("compiled",))
+
+
+def test_an_interpreter_without_vllm_is_named(small: Path, exported: Path) -> None:
+    quantized = str(exported / f"{small.name}-W4A8-rtn")
+    result = CliRunner().invoke(app, ["bench", quantized, "--engine", "vllm", "--python", sys.executable])
+    assert result.exit_code == 2
+    assert "has no vLLM" in result.output
+    assert "--python" in result.output
+
+
+def test_a_checkpoint_that_does_not_run_is_reported_and_the_others_are_measured(small: Path, tmp_path: Path) -> None:
+    """The interpreter here is a script that fails for one of two folders."""
+    told = {"kernels": {"K": 1}, "weight_bytes": 1, "device": "cpu", "versions": {}, "batches": []}
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\ncase \"$2\" in *broken*) echo boom; exit 3;; esac\necho 'RESULT {json.dumps(told)}'\n"
+    )
+    python.chmod(0o755)
+    folders = (shutil.copytree(small, tmp_path / "broken"), small)
+    variants = [choose_variants([str(folder)], [], tmp_path, QUIET)[0] for folder in folders]
+    settings = Settings(engine="vllm", python=str(python))
+    saved: list[int] = []
+    found = run_bench(
+        "two", variants, settings, QUIET, tmp_path / "logs", lambda one: saved.append(len(one["results"]))
+    )
+    failed, whole = found["results"]
+    assert saved == [1, 2]
+    assert "exit code 3" in failed["error"]
+    assert failed["error"].endswith("boom")
+    assert whole["kernels"] == {"K": 1}
+
+
+def test_prefill_and_decode_come_from_pairs_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that takes 5 s for a prompt and 2 s for a token is found to do so, warm-up apart."""
+    clock = SimpleNamespace(now=0.0, calls=0)
+    monkeypatch.setattr("onptq.bench.timing.time.perf_counter", lambda: clock.now)
+
+    def generate(prompts: Sequence[list[int]], tokens: int) -> None:
+        assert len(prompts) in (1, 8)
+        assert {len(ids) for ids in prompts} == {2048}
+        clock.calls += 1
+        clock.now += 100 if clock.calls <= 4 else 5 * len(prompts) + 2 * (tokens - 1)
+
+    memory = SimpleNamespace(reset=lambda: None, peak=lambda: clock.calls)
+    one, eight = measure(generate, JOB, memory)
+    assert (one["prefill_seconds"], one["decode_seconds"]) == (5, 2)
+    assert (eight["prefill_seconds"], eight["decode_seconds"]) == (40, 2)
+    assert one["prefill_peak_bytes"] == 5  # read before the longer responses are written
+    assert one["peak_bytes"] > one["prefill_peak_bytes"]
+
+
+def test_prompts_are_the_same_for_every_checkpoint_and_hold_no_special_ids() -> None:
+    prompts = draw_prompts(3, 50, 1000)
+    assert prompts == draw_prompts(3, 50, 1000)
+    assert len({tuple(ids) for ids in prompts}) == 3
+    assert all(300 <= token < 1000 for ids in prompts for token in ids)
+
+
+def test_a_job_survives_its_way_through_the_command_line() -> None:
+    line = command(Settings(engine="vllm", python="/opt/python"), JOB)
+    assert line[0] == "/opt/python"
+    assert Path(line[1]).is_file()
+    assert Job.parse(line[2]) == JOB
+    assert heard('INFO noise\nRESULT {"a": 1}\nbye') == {"a": 1}
+    assert heard("only noise") is None
+
+
+def test_vllm_gets_the_same_settings_but_for_the_kernels_a_scheme_needs() -> None:
+    eager = options(JOB, on_gpu=True)
+    assert eager["linear_backend"] == "humming"
+    assert eager["enforce_eager"]
+    assert eager["max_num_batched_tokens"] == 8 * 2048
+    compiled = options(Job.parse(JOB.text().replace('"eager"', '"compiled"')), on_gpu=True)
+    assert compiled["compilation_config"] == {"cudagraph_capture_sizes": [1, 8, 2048, 16384]}
+    assert "enforce_eager" not in compiled
+    assert "linear_backend" not in options(JOB, on_gpu=False)
+
+
+def test_kernels_are_read_off_the_layers_that_were_loaded() -> None:
+    """Names of modules and classes as vLLM 0.26 and 0.32 have them."""
+
+    def kind(name: str, **attributes: Any) -> Any:
+        return type(name, (), attributes)()
+
+    humming = kind("CompressedTensorsWNA8Int", kernel=kind("HummingLinearKernel"))
+    meta = SimpleNamespace(a_dtype="int8", b_dtype="uint4")
+    quantized = SimpleNamespace(scheme=humming, humming_metas={"": meta})
+    plain = SimpleNamespace(scheme=None, quant_method=kind("UnquantizedLinearMethod"))
+    named = [
+        ("language_model.model.layers.0.self_attn.qkv_proj", quantized),
+        ("language_model.model.layers.0.mlp.down_proj", quantized),
+        ("language_model.model.layers.1.mlp.down_proj", plain),
+        ("language_model.model.layers.1.self_attn.attn", plain),
+        ("visual.blocks.0.mlp.down_proj", plain),
+        ("visual.layers.0.mlp.down_proj", plain),
+    ]
+    found = describe_kernels(SimpleNamespace(named_modules=lambda: named))
+    assert found == {"CompressedTensorsWNA8Int / HummingLinearKernel, int8 x uint4": 2, "UnquantizedLinearMethod": 1}
+
+
+def test_the_kernel_that_ran_is_held_against_the_plan() -> None:
+    assert announced("W4A8", "sm90", "humming") == "Humming"
+    assert announced("W4A8", "sm90", None) == "Machete"
+    assert announced("W8A8", "sm90", None) == "CutlassInt8"
+    assert announced("dense", "sm90", None) is None
+    ran = {"mode": "eager", "name": "W4A8", "dtype": "float16", "weight_bytes": 2**30, "hardware": "sm90"}
+    as_told = ran | {"linear_backend": "humming", "kernels": {"CompressedTensorsWNA8Int / HummingLinearKernel": 112}}
+    other = ran | {"linear_backend": "humming", "kernels": {"CompressedTensorsWNA8Int / MacheteLinearKernel": 112}}
+    first, second = kernel_lines([as_told, other], "eager")
+    assert "112 linears by CompressedTensorsWNA8Int / HummingLinearKernel (as `onptq plan` announces: Humming)" in first
+    assert "not what `onptq plan` announces: Humming" in second
+
+
+def test_the_table_says_how_many_times_faster_and_how_much_less_memory() -> None:
+    def result(name: str, prefill: float, decode: float, peak: int) -> dict[str, Any]:
+        row = {"batch": 1, "prefill_seconds": prefill, "decode_seconds": decode, "prefill_peak_bytes": peak}
+        return {"name": name, "mode": "eager", "batches": [row]}
+
+    failed = {"name": "W8A8", "mode": "eager", "error": "no"}
+    found = list(rows([result("dense", 0.04, 0.01, 2**34), result("W4A8", 0.02, 0.004, 2**33), failed], "eager"))
+    assert found[0] == ("dense", "1", "40.00", "", "10.00", "", "16.00", "", "36.73 ms, 16.22 GB")
+    assert found[1][:8] == ("W4A8", "1", "20.00", "2.00x", "4.00", "2.50x", "8.00", "50.0%")
+    assert len(found) == 2
+    assert all(len(row) == len(HEADS) for row in found)
+
+
+def test_the_papers_ratios_follow_from_its_numbers() -> None:
+    assert paper_cell("W4A8", 1).endswith("1.79x, 37.4% less")
+    assert paper_cell("W4A8", 8).endswith("1.41x, 28.7% less")
+    assert paper_cell("W4A16", 1) == ""
