@@ -232,7 +232,7 @@ def test_the_paper_preset_runs_with_the_papers_numbers(small: Path, tmp_path: Pa
     literal = Recipe.preset("paper")
     assert (literal.data.prompts, literal.follow.max_tokens, literal.rounds, literal.refresh) == (128, 64, 2, True)
     assert (used["rounds"], used["refresh"], used["method"], used["branch"]["horizon"]) == (2, True, "onptq", 4)
-    assert used["select"] == {"rule": "risk", "budget": 256, "per_prompt": None, "weights": "risk", "floor": 0.0}
+    assert used["select"] == {"rule": "risk", "budget": 256, "per_prompt": None, "weights": "risk"}
     assert (used["risk"]["divergence"], used["risk"]["branch_weight"], used["risk"]["divergence_weight"]) == (
         "js", 1.0, 1.0,
     )  # fmt: skip
