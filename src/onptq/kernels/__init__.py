@@ -1,8 +1,8 @@
 """Triton kernels, each beside the plain PyTorch that stays its definition and runs wherever no GPU is.
 
-ONPTQ_KERNELS says who computes: `off` (the default: plain PyTorch, until the kernels have been measured on a GPU), `auto` (kernels
-on CUDA tensors where Triton is installed) or `on` (kernels on any device: for Triton's interpreter). Nothing here imports Triton
-until a kernel runs.
+ONPTQ_KERNELS says who computes: `off` (the default: plain PyTorch, until the kernels have been measured on a GPU), `auto`
+(kernels on CUDA tensors where Triton is installed) or `on` (kernels on any device: for Triton's interpreter). Nothing here
+imports Triton until a kernel runs.
 """
 
 from __future__ import annotations
