@@ -21,7 +21,7 @@ QUICK = (
     ("random:qwen2.5-vl", "W4A8"),
 )
 # The largest difference of a logprob from transformers', for tokens of the model's own answer.
-EXACT, CLOSE, ROUGH = 0.06, 0.25, 0.4
+EXACT, CLOSE = 0.06, 0.25
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,8 @@ class Case:
 
     @property
     def limit(self) -> float:
-        """A server that quantizes activations rounds them differently: in W8A8 by absmax / 127 instead of absmax / 127.5. With
-        4-bit weights it also computes in bfloat16."""
-        if self.scheme is None or self.scheme.activation_bits == 16:
-            return EXACT
-        return CLOSE if self.scheme.weight_bits == 8 else ROUGH
+        """A server that quantizes activations rounds them differently: in W8A8 by absmax / 127 instead of absmax / 127.5."""
+        return EXACT if self.scheme is None or self.scheme.activation_bits == 16 else CLOSE
 
     @property
     def environment(self) -> Mapping[str, str]:

@@ -17,6 +17,7 @@ from onptq.zoo.suite import items
 CHAT = "/v1/chat/completions"
 TOKENS = 24  # of an answer
 TASKS = {"image": "caption", "audio": "speech"}  # embedded ones, which the models of the zoo have learned
+WORDS = "Define membrane."  # learned too: a guessed answer says more about the model than about who computes it
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def questions(family: Family) -> list[Question]:
             item = next(items(family.name, TASKS[kind], "test", 1))
             asked.append(Question(kind, item.prompt, item.reference))
         else:
-            words = [{"type": "text", "text": QUESTIONS[kind]}]
+            words = [{"type": "text", "text": WORDS}]
             asked.append(Question(kind, Prompt(0, kind, [{"role": "user", "content": words}]), ""))
     return asked
 
