@@ -408,7 +408,7 @@ def test_the_cycle_computes_the_same_with_kernels_and_without(
 
 
 def some_theta(policy: Policy) -> Theta:
-    theta = Theta.rtn(policy.structure.blocks, policy.scheme)
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     for seed, u in enumerate(theta.smoothing.values()):
         u.copy_(normal(*u.shape, seed=seed) / 4)
     for seed, c in enumerate(theta.ratio.values()):

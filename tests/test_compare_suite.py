@@ -24,6 +24,7 @@ from onptq.evaluate.beds import SUITES, Material, Suite, bed_folder, candidate_n
 from onptq.evaluate.candidates import Built, parse_candidates
 from onptq.evaluate.goals import Standing
 from onptq.evaluate.items import Grade, Item
+from onptq.evaluate.suite_overview import at_a_glance
 from onptq.evaluate.suite_tables import collect, markdown
 from onptq.progress import Bar, QuietReporter, Reporter
 from onptq.recipe import Recipe
@@ -367,6 +368,33 @@ def test_the_table_has_the_best_method_of_a_column_in_bold_and_others_beside_it(
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------
+
+
+def unit(scheme: str, values: Mapping[str, float], others: Mapping[str, str]) -> dict[str, Any]:
+    """A scheme of a bed: mismatch of every method, and the verdict on OnPTQ against the others."""
+    rows = {
+        f"{name}:{scheme}": {"label": name, "of_the_suite": True, "figures": figures(mismatch=value)}
+        for name, value in values.items()
+    }
+    found = {f"{name}:{scheme}": {"mismatch": {"verdict": verdict}} for name, verdict in others.items()}
+    return {"scheme": scheme, "rows": rows, "differences": {f"onptq:{scheme}": found}}
+
+
+def test_at_a_glance_counts_verdicts_and_means_only_what_all_beds_have() -> None:
+    mine = [
+        unit("W4A8", {"rtn": 5.0, "awq": 3.0, "onptq": 1.0}, {"rtn": "better", "awq": "open"}),
+        unit("W3A8", {"rtn": 9.0, "awq": 2.0, "onptq": 4.0}, {"rtn": "better", "awq": "worse"}),
+    ]
+    other = [unit("W4A8", {"rtn": 6.0, "onptq": 2.0}, {"rtn": "same"})]
+    labels = {"mismatch": label("mismatch", percent=True)}
+    tables = {"beds": [{"labels": labels, "schemes": mine}, {"labels": labels, "schemes": other}]}
+    lines = list(at_a_glance(tables))
+    assert "| rtn | 2 / 1 / 0 |" in lines
+    assert "| awq | 0 / 1 / 1 |" in lines
+    assert "| mismatch % | W4A8 (2) | W3A8 (1) |" in lines
+    means = lines[lines.index("| mismatch % | W4A8 (2) | W3A8 (1) |") + 2 :]
+    assert [line.replace(" ", "") for line in means] == ["|rtn|5.5|9.0|", "|awq|-|**2.0**|", "|onptq|**1.5**|4.0|"]
+    assert list(at_a_glance({"beds": [{"labels": labels, "schemes": other}]})) == []
 
 
 def call(*arguments: object) -> Any:

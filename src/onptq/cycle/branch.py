@@ -85,10 +85,14 @@ def branch(
     """A_t and H_t of every candidate; the other columns are passed on."""
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     consequence, valid = states.consequence.copy(), states.horizon.copy()
-    for index, batch in enumerate(prefixes.batches):
+    done = shown = 0
+
+    def branch_batch(index: int) -> int:
+        nonlocal shown
+        batch, here = prefixes.batches[index], 0
         forests = _plant(batch, states, horizon)
         if not forests:
-            continue
+            return 0
         response = padded_responses(batch, by_prompt)
         quant, dense = (prefixes.at_response(index, side, response) for side in ("Q", "D"))
         for rows in forests:
@@ -100,7 +104,13 @@ def branch(
             for row, chosen in enumerate(rows):
                 consequence[chosen] = found[row, : len(chosen)].cpu().numpy()
                 valid[chosen] = reach[row, : len(chosen)].cpu().numpy()
-            advance(sum(len(chosen) for chosen in rows))
+            here += sum(len(chosen) for chosen in rows)
+            advance(max(0, done + here - shown))  # a batch that did not fit is branched again, but not counted again
+            shown = max(shown, done + here)
+        return here
+
+    for candidates in prefixes.each(branch_batch):
+        done += candidates
     return states.with_columns(consequence=consequence, horizon=valid)
 
 

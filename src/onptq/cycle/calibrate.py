@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from onptq.bank import States, Trajectory
 from onptq.cycle.objective import Item, Targets, Terms, block_energy, make_items, measure
+from onptq.cycle.room import Room
 from onptq.errors import OnPTQError
 from onptq.models.encoding import EncodedPrompt
 from onptq.policy import Policy
@@ -96,11 +98,13 @@ def calibrate(
     holdout: Holdout | None = None,
     seed: int = 0,
     target_budget: int | None = None,
+    room: Room | None = None,
     progress: Progress | None = None,
     save: Callable[[Progress], None] = lambda progress: None,
     log: Callable[[dict[str, float]], None] = lambda record: None,
 ) -> Calibrated:
-    """theta^(k) to theta^(k+1) on the critical states of `states` (none, or gamma = 0: the static control)."""
+    """theta^(k) to theta^(k+1) on the critical states of `states` (none, or gamma = 0: the static control). `room` says how many
+    prompts go through the model at once; without one, as many as `cfg` says."""
     critical = states if cfg.gamma > 0 else None
     items = make_items(
         policy,
@@ -112,7 +116,8 @@ def calibrate(
     )
     targets = Targets(policy, target_budget)
     energy = block_energy(targets, items) if cfg.normalize == "energy" else None
-    judge = None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg)
+    room = room or Room(cfg.micro_batch, "prompts")
+    judge = None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg, room)
 
     if cfg.codes == "settled" and not theta.levels:
         theta = policy.settle(theta)
@@ -127,7 +132,8 @@ def calibrate(
         judge.consider(progress)
     interval = max(1, len(batches) // cfg.evaluations)
     for step in range(progress.step, len(batches)):
-        terms = _accumulate(policy, [items[index] for index in batches[step]], len(items), targets, energy, cfg)
+        chosen = [items[index] for index in batches[step]]
+        terms = room.fit(partial(_accumulate, policy, chosen, len(items), targets, energy, cfg, update))
         gradient = update(step)
         record = {"step": step + 1, **terms, "gradient": gradient}
         progress.step, progress.moments = step + 1, update.moments()
@@ -136,21 +142,27 @@ def calibrate(
         history.append(record)
         log(record)
         save(progress)
-    chosen = progress.best if progress.best is not None else progress.theta
-    return Calibrated(chosen.clone(), history, progress.best_step if progress.best else len(batches))
+    best = progress.best if progress.best is not None else progress.theta
+    return Calibrated(best.clone(), history, progress.best_step if progress.best else len(batches))
 
 
 def _accumulate(
-    policy: Policy, items: Sequence[Item], total: int, targets: Targets, energy: Tensor | None, cfg: CalibrateConfig
+    policy: Policy,
+    items: Sequence[Item],
+    total: int,
+    targets: Targets,
+    energy: Tensor | None,
+    cfg: CalibrateConfig,
+    update: _Update,
+    size: int,
 ) -> dict[str, float]:
-    """Gradients of an unbiased estimate of the objective: sums over a batch, scaled by N / |B|."""
+    """Gradients of an unbiased estimate of the objective: sums over a batch, scaled by N / |B|, `size` items at a time."""
+    update.optimizer.zero_grad()  # an attempt that did not fit may have left some
     scale = total / len(items)
     sums: Terms | None = None
-    for start in range(0, len(items), cfg.micro_batch):
+    for start in range(0, len(items), size):
         with torch.enable_grad():
-            terms = measure(
-                policy, items[start : start + cfg.micro_batch], targets, energy, checkpointed=cfg.checkpointing
-            )
+            terms = measure(policy, items[start : start + size], targets, energy, checkpointed=cfg.checkpointing)
             loss = scale * objective(terms, cfg)
         with policy.speaking("Q"):  # checkpointed blocks run again inside backward
             loss.backward()
@@ -226,22 +238,30 @@ class _Judge:
     control is judged alike."""
 
     def __init__(
-        self, policy: Policy, holdout: Holdout, targets: Targets, energy: Tensor | None, cfg: CalibrateConfig
+        self,
+        policy: Policy,
+        holdout: Holdout,
+        targets: Targets,
+        energy: Tensor | None,
+        cfg: CalibrateConfig,
+        room: Room,
     ) -> None:
         count = len(holdout.states)
         every = holdout.states.with_columns(
             critical=np.ones(count, np.bool_), weight=np.full(count, 1 / count, np.float32)
         )
         self.items = make_items(policy, holdout.prompts, holdout.trajectories, every)
-        self.policy, self.targets, self.energy, self.cfg = policy, targets, energy, cfg
+        self.policy, self.targets, self.energy, self.cfg, self.room = policy, targets, energy, cfg, room
 
-    @torch.no_grad()
     def consider(self, progress: Progress) -> float:
         """Score the current theta and keep it if it is the best so far."""
-        size, cfg = self.cfg.micro_batch, self.cfg
-        chunks = [self.items[start : start + size] for start in range(0, len(self.items), size)]
-        terms = [measure(self.policy, chunk, self.targets, self.energy).floats() for chunk in chunks]
-        score = sum(cfg.anchor * term["anchor"] + cfg.response * term["response"] for term in terms)
+        score = self.room.fit(self._score)
         if score < progress.best_score:
             progress.best, progress.best_score, progress.best_step = progress.theta.clone(), score, progress.step
         return score
+
+    @torch.no_grad()
+    def _score(self, size: int) -> float:
+        chunks = [self.items[start : start + size] for start in range(0, len(self.items), size)]
+        terms = [measure(self.policy, chunk, self.targets, self.energy).floats() for chunk in chunks]
+        return sum(self.cfg.anchor * term["anchor"] + self.cfg.response * term["response"] for term in terms)

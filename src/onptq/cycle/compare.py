@@ -90,8 +90,9 @@ def compare(
 ) -> States:
     """One teacher-forced forward of D and one of Q per trajectory; one row per visited state."""
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
-    parts = []
-    for index, batch in enumerate(prefixes.batches):
+
+    def compare_batch(index: int) -> States:
+        batch = prefixes.batches[index]
         response = padded_responses(batch, by_prompt)
         dense = prefixes.follow(index, "D", response)[1]
         quant = prefixes.follow(index, "Q", response)[1]
@@ -101,8 +102,12 @@ def compare(
             for chunk in _chunks(len(rows), _rows_at_once(prefixes.policy))
         ]
         decisions = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
-        parts.append(_states(batch, rows, steps, response, decisions, near_miss_tol))
-        advance(len(batch.prompts))
+        return _states(batch, rows, steps, response, decisions, near_miss_tol)
+
+    parts = []
+    for part in prefixes.each(compare_batch):
+        parts.append(part)
+        advance(len(np.unique(part.prompt)))
     return States.concatenate(parts)
 
 

@@ -1,20 +1,25 @@
 """Prefilled prompts, kept between the steps of a round so that nothing that is cached is computed again.
 
 Prompts are split into the same batches in every step and every session, so a prefix that had to be dropped and computed again
-is bit for bit the one that was dropped.
+is bit for bit the one that was dropped. Only a batch that does not fit into memory is split anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from onptq.cycle.room import Room, give_back_memory
+from onptq.errors import OnPTQError
 from onptq.models.decoder import KVCache, Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.policy import Policy, Side
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -39,12 +44,56 @@ class Prefixes:
         prompts: Sequence[EncodedPrompt],
         *,
         max_tokens: int,
-        batch_tokens: int = 16384,
+        batch_tokens: int | Room = 16384,
         budget: int | None = None,
     ) -> None:
         self.policy, self.max_tokens, self.budget = policy, max_tokens, budget
-        self.batches = [PromptBatch.of(group) for group in _partition(prompts, batch_tokens, max_tokens)]
+        self.room = batch_tokens if isinstance(batch_tokens, Room) else Room(batch_tokens, "tokens")
+        self.batches = [PromptBatch.of(group) for group in _partition(prompts, self.room.size, max_tokens)]
         self._kept: dict[tuple[int, Side], Prefix] = {}
+
+    def each(self, work: Callable[[int], T], *alike: Prefixes) -> Iterator[T]:
+        """What `work` gives for every batch. One that does not fit into memory is split, as are those after it and those of
+        others that are batched alike."""
+        index = 0
+        while index < len(self.batches):
+            try:
+                done = work(index)
+            except torch.OutOfMemoryError:
+                fits = False
+            else:
+                fits = True
+            if fits:
+                yield done
+                index += 1
+            else:
+                self._make_room(index)
+                for prefixes in (self, *alike):
+                    prefixes._split(index, self.room.size)
+
+    def batch_like(self, other: Prefixes) -> None:
+        """The same prompts in the same batches, also where either had to be split."""
+        if [len(batch.prompts) for batch in self.batches] != [len(batch.prompts) for batch in other.batches]:
+            for prefixes in (self, other):
+                prefixes._split(0, min(self.room.size, other.room.size))
+
+    def _make_room(self, index: int) -> None:
+        batch = self.batches[index]
+        slots = len(batch.prompts) * (batch.width + self.max_tokens)
+        if len(batch.prompts) == 1:
+            raise OnPTQError(
+                f"a prompt of {batch.width} tokens and a response of {self.max_tokens} do not fit into memory even alone; "
+                "expected a shorter prompt, smaller pictures, a shorter response or a device with more memory"
+            )
+        give_back_memory()
+        if slots <= self.room.size:  # else others have found before that this is too much
+            self.room.halve()
+
+    def _split(self, index: int, batch_tokens: int) -> None:
+        self._kept.clear()
+        prompts = [prompt for batch in self.batches[index:] for prompt in batch.prompts]
+        groups = _partition(prompts, batch_tokens, self.max_tokens)
+        self.batches[index:] = [PromptBatch.of(group) for group in groups]
 
     def forget(self, side: Side) -> None:
         self._kept = {key: prefix for key, prefix in self._kept.items() if key[1] != side}

@@ -18,6 +18,7 @@ from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
 from onptq.cycle.risk import score, select
+from onptq.cycle.room import Room
 from onptq.models.encoding import EncodedPrompt
 from onptq.policy import Policy, Side
 from onptq.progress import Reporter
@@ -26,6 +27,7 @@ from onptq.recipe import Recipe
 from onptq.run import Run
 
 SAVE_SECONDS = 20.0  # an update writes down where it is about this often
+ROOM = "room.json"  # what turned out to fit into memory, where that was less than the recipe says
 
 T = TypeVar("T")
 
@@ -54,6 +56,8 @@ class Cycle:
     ) -> None:
         self.policy, self.prompts, self.recipe, self.run, self.reporter = policy, prompts, recipe, run, reporter
         self.budgets = budgets
+        self.tokens = self._room("tokens", recipe.compute.batch_tokens)
+        self.updated = self._room("prompts", recipe.calibrate.micro_batch)
         self.prefixes = self._prefixes(prompts)
         self.held_out = self._prefixes(holdout) if holdout else None
 
@@ -160,6 +164,7 @@ class Cycle:
                 holdout=holdout,
                 seed=order_seed(self.recipe.seed, k),
                 target_budget=self.budgets.targets,
+                room=self.updated,
                 progress=progress,
                 save=save,
                 log=log,
@@ -214,9 +219,18 @@ class Cycle:
             self.policy,
             prompts,
             max_tokens=self.recipe.follow.max_tokens,
-            batch_tokens=self.recipe.compute.batch_tokens,
+            batch_tokens=self.tokens,
             budget=self.budgets.prefixes,
         )
+
+    def _room(self, unit: str, size: int) -> Room:
+        def keep(size: int) -> None:
+            self.run.write_json(self._known_room() | {unit: size}, ROOM)
+
+        return Room(min(size, self._known_room().get(unit, size)), unit, tell=self.reporter.warn, keep=keep)
+
+    def _known_room(self) -> dict[str, int]:
+        return self.run.read_json(ROOM) if self.run.has(ROOM) else {}
 
     @staticmethod
     def _round_file(k: int, name: str) -> tuple[str, str, str]:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
+from onptq.cycle.room import Room
 from onptq.errors import OnPTQError
 from onptq.evaluate.items import Item
 from onptq.models.encoding import EncodedPrompt, encode_prompts
@@ -43,7 +44,7 @@ class Questions:
         processor: PromptProcessor,
         items: Sequence[Item],
         *,
-        batch_tokens: int = 16384,
+        batch_tokens: int | Room = 16384,
         advance: Advance = lambda items: None,
     ) -> None:
         check_items(items)

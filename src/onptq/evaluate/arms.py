@@ -102,7 +102,7 @@ class _Exam:
                 self.cycle.policy,
                 self.processor,
                 self.items,
-                batch_tokens=self.cycle.recipe.compute.batch_tokens,
+                batch_tokens=self.cycle.tokens,
                 advance=bar.advance,
             )
 

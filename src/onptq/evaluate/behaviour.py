@@ -26,8 +26,11 @@ def compare_rollouts(
     embeddings and heads.
     """
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
-    parts = []
-    for index, batch in enumerate(dense.batches):
+    if candidate is not dense:
+        dense.batch_like(candidate)
+
+    def compare_batch(index: int) -> States:
+        batch = dense.batches[index]
         ordinals = [prompt.ordinal for prompt in batch.prompts]
         if ordinals != [prompt.ordinal for prompt in candidate.batches[index].prompts]:
             raise ValueError("the two models' prompts are batched differently")
@@ -38,15 +41,17 @@ def compare_rollouts(
         columns = _decisions(
             dense, candidate, dense.follow(index, "D", response)[1], candidate.follow(index, "Q", response)[1], visited
         )
-        parts.append(
-            States.compared(
-                prompt=np.array(ordinals, np.int32)[rows.cpu().numpy()],
-                t=steps.int().cpu().numpy() + 1,
-                token=response[visited].int().cpu().numpy(),
-                **columns,
-            )
+        return States.compared(
+            prompt=np.array(ordinals, np.int32)[rows.cpu().numpy()],
+            t=steps.int().cpu().numpy() + 1,
+            token=response[visited].int().cpu().numpy(),
+            **columns,
         )
-        advance(len(batch.prompts))
+
+    parts = []
+    for part in dense.each(compare_batch, *([] if candidate is dense else [candidate])):
+        parts.append(part)
+        advance(len(np.unique(part.prompt)))
     return States.concatenate(parts)
 
 

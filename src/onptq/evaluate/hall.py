@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from onptq.cycle.prefixes import Prefixes
+from onptq.cycle.room import Room
 from onptq.data.prompts import Prompt
 from onptq.evaluate.answers import Questions
 from onptq.evaluate.items import Item
@@ -40,6 +41,7 @@ class Hall:
     ) -> None:
         self.source, self.recipe, self.device, self.dtype = source, recipe, device, dtype
         self.items, self.prompts, self.calibration, self.run, self.reporter = items, prompts, calibration, run, reporter
+        self.room = Room(recipe.compute.batch_tokens, "tokens", tell=reporter.warn)
         self.processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
         self._policy: Policy | None = None
         self._questions: Questions | None = None
@@ -72,8 +74,7 @@ class Hall:
 
     def ask(self, policy: Policy, label: str) -> Questions:
         with self.reporter.phase(label, total=len(self.items), unit="items") as bar:
-            batch_tokens = self.recipe.compute.batch_tokens
-            return Questions(policy, self.processor, self.items, batch_tokens=batch_tokens, advance=bar.advance)
+            return Questions(policy, self.processor, self.items, batch_tokens=self.room, advance=bar.advance)
 
     def prefixes(self) -> Prefixes:
         """The held-out prompts under the dense policy."""
@@ -89,7 +90,7 @@ class Hall:
             policy,
             prompts,
             max_tokens=self.recipe.follow.max_tokens,
-            batch_tokens=self.recipe.compute.batch_tokens,
+            batch_tokens=self.room,
             budget=budget,
         )
 

@@ -68,7 +68,9 @@ def margins_on(
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     quant = np.empty(len(bank), np.float32)
     size = state_rows(candidate.policy.vocabulary, models=1)
-    for index, batch in enumerate(candidate.batches):
+
+    def read_batch(index: int) -> int:
+        batch = candidate.batches[index]
         hidden = candidate.follow(index, "Q", padded_responses(batch, by_prompt))[1]  # [B, T, d]
         for place, prompt in enumerate(batch.prompts):
             here = np.flatnonzero(bank.prompt == prompt.ordinal)
@@ -79,5 +81,8 @@ def margins_on(
                 )
                 margin = pair_margin(candidate.policy.logits(hidden[place, steps]), reference, competitor)
                 quant[rows] = margin.float().cpu().numpy()
-        advance(len(batch.prompts))
+        return len(batch.prompts)
+
+    for prompts in candidate.each(read_batch):
+        advance(prompts)
     return Margins(bank.prompt, bank.t, bank.margin_dense, quant, bank.critical)

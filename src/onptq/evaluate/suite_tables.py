@@ -13,6 +13,7 @@ from onptq.evaluate.comparison import REPORT
 from onptq.evaluate.goals import OURS, Standing, shown_difference
 from onptq.evaluate.report import ABSENT, CRITICAL_NOTE, row
 from onptq.evaluate.statistics import fewest_differing
+from onptq.evaluate.suite_overview import at_a_glance
 from onptq.schemes import Scheme
 
 BEHAVIOUR = ("mismatch", "erosion", "kl", "first_fork", "critical_flips", "critical_erosion")
@@ -144,7 +145,7 @@ def _method_of(name: str, scheme: str) -> str | None:
 
 
 def markdown(tables: Mapping[str, Any]) -> str:
-    lines = [f"# Suite {tables['suite']}", "", *_preface(tables), ""]
+    lines = [f"# Suite {tables['suite']}", "", *_preface(tables), "", *at_a_glance(tables), ""]
     for bed in tables["beds"]:
         lines += [f"## {bed['model']}", "", _sizes(bed), ""]
         for scheme in bed["schemes"]:

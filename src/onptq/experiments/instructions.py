@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 from onptq.data.prompts import Prompt
 
 FORMS = (
@@ -36,3 +40,17 @@ def instructions(first_topic: int, last_topic: int) -> list[Prompt]:
 
 def _text(form: int, topic: int) -> str:
     return FORMS[form].format(TOPICS[topic])
+
+
+def main() -> None:
+    """`python -m onptq.experiments.instructions DIR`: manifests to calibrate on and to compare on, by different topics."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    half = len(TOPICS) // 2
+    for name, topics in (("calibration", (0, half)), ("test", (half, len(TOPICS)))):
+        lines = [json.dumps({"id": one.id, "messages": one.messages}) for one in instructions(*topics)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -57,7 +57,7 @@ def measure(
     tested = [item for task in tasks_of(family) for item in items(family, task, "test", item_count)]
     report: dict[str, Any] = {"model": model, "prompts": prompt_count, "items": item_count, "arms": {}}
     for scheme in schemes:
-        policy = load_policy(source, scheme)
+        policy = load_policy(source, scheme, dtype="float32")
         known, unseen = (_encode(policy, processor, group) for group in (calibration, heldout))
         questions = Questions(policy, processor, tested)
         if "dense" not in report:

@@ -1,0 +1,52 @@
+"""How much is done at once: halved for good where memory does not suffice, told once, remembered."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Room:
+    """So many tokens, prompts or whatever `unit` says go through the model together."""
+
+    def __init__(
+        self,
+        size: int,
+        unit: str,
+        *,
+        tell: Callable[[str], None] = lambda words: None,
+        keep: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        self.size, self.unit, self._tell, self._keep, self._told = size, unit, tell, keep, False
+
+    def fit(self, work: Callable[[int], T]) -> T:
+        """`work` with the present size or, as often as that is too much, with half of it. `work` begins anew each time."""
+        while True:
+            try:
+                return work(self.size)
+            except torch.OutOfMemoryError:
+                if self.size <= 1:
+                    raise
+            self.halve()  # not where the error is handled: it holds on to every tensor of what failed
+
+    def halve(self) -> None:
+        before, self.size = self.size, max(1, self.size // 2)
+        if not self._told:
+            self._tell(
+                f"{before:,} {self.unit} at once do not fit into memory: going on with {self.size:,}, and with fewer where "
+                "that is still too much. The result is the same, the run slower"
+            )
+            self._told = True
+        self._keep(self.size)
+        give_back_memory()
+
+
+def give_back_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
