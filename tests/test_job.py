@@ -25,6 +25,7 @@ from onptq.bank import MISMATCH, States
 from onptq.cli import app
 from onptq.data.manifest import load_manifest
 from onptq.data.probes import probe_prompt
+from onptq.job import keep_of_q
 from onptq.models.processing import PromptProcessor
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
@@ -422,6 +423,38 @@ def test_memory_settings_do_not_change_the_result(changes: dict[str, Any], quant
         for name in ("theta.safetensors", "bank.parquet", "trajectories.parquet"):
             where = f"onptq/rounds/{k}/{name}"
             assert (frugal / where).read_bytes() == (default / where).read_bytes(), where
+
+
+@pytest.mark.parametrize("keep", ["codes", "nothing"])
+def test_what_is_kept_of_the_quantized_weights_does_not_change_the_result(
+    keep: str, small: Path, quantize: Quantize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = quantize({"rounds": 2})
+    monkeypatch.setattr("onptq.job.keep_of_q", lambda *_: keep)
+    chosen = Recipe.preset("default", MOVING | {"rounds": 2})
+    onptq.quantize(small, tmp_path, calibration=small / "prompts.jsonl", recipe=chosen)
+    files = [
+        "model.safetensors",
+        *(f"onptq/rounds/{k}/{name}.parquet" for k in (0, 1) for name in ("bank", "trajectories")),
+    ]
+    for name in (*files, "onptq/rounds/1/theta.safetensors"):
+        assert (tmp_path / name).read_bytes() == (default / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("free", "changes", "kept"),
+    [
+        (139, {}, "floats"),
+        (40, {}, "codes"),
+        (139, {"compute.cache_gib": 1}, "codes"),
+        (8, {}, "nothing"),
+        (8, {"calibrate.codes": "settled"}, "codes"),
+        (8, {"calibrate.codes": "settled", "rounds": 0}, "nothing"),
+    ],
+)
+def test_as_much_is_kept_of_the_quantized_weights_as_fits(free: int, changes: dict[str, Any], kept: str) -> None:
+    chosen, gib = recipe(changes), 2**30
+    assert keep_of_q(free * gib, chosen.compute.cache_gib, 13 * gib, 6 * gib, chosen) == kept
 
 
 @pytest.mark.parametrize("changes", [{"compute.batch_tokens": 1}, {"calibrate.micro_batch": 1}])

@@ -133,6 +133,7 @@ def test_the_scoring_command_holds_every_peer_against_ours_at_the_same_scheme(pe
     assert plan.score_command("default", 300, 96) == [
         *("onptq", "compare", "zoo:qwen2.5-vl"),
         *("rtn:W4A16@default", "gptq:W4A16@default", "awq:W4A16@default", "search:W4A16@default"),
+        *("search+signround:W4A16@default", "static:W4A16@default", "onptq:W4A16@default", "onptq:W4A16@best"),
         *(f"llmcompressor-gptq={out / 'gptq'}", f"autoround={out / 'autoround'}"),
         f"autoround-best={out / 'autoround-best'}",
         *("--items", "300", "--prompts", "96", "--out", str(out / "compared")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from onptq.errors import OnPTQError
 from onptq.plan.machine import Machine, describe_machine
 from onptq.plan.parts import AUDIO, EMBEDDINGS, LINEARS, OTHER_MODELS, VISION
 from onptq.plan.planning import Plan, make_plan
-from onptq.recipe import ComputeConfig, Recipe
+from onptq.recipe import ComputeConfig, Recipe, parse_override
 
 GIB = 2**30
 BIG_GPU = Machine("cuda:0", "a big GPU", torch.bfloat16, 139 * GIB, 120 * GIB, 139 * GIB, 6e14, 3.5e12, 5e-6)
@@ -215,6 +216,19 @@ def test_a_response_over_visited_states_costs_their_logits(seven: Path) -> None:
 def test_a_model_that_does_not_fit_is_refused(seven: Path) -> None:
     (reason,) = make_plan(seven, scheme("W4A8"), machine=SMALL_GPU).refusals
     assert "of GPU memory and 23.0 GiB is free" in reason
+
+
+def test_a_small_gpu_is_led_step_by_step_to_a_recipe_that_fits(seven: Path) -> None:
+    """Seven billion parameters on 24 GB: nothing is kept of Q, and less is done at once."""
+    recipe, taken = Recipe.preset("paper", {"scheme": "W4A8"}), []
+    while refusals := make_plan(seven, recipe, machine=SMALL_GPU).refusals:
+        (change,) = re.findall(r"--set (\S+) takes less", refusals[0])
+        taken.append(change)
+        recipe = recipe.with_overrides(dict([parse_override(change)]))
+    assert set(taken) == {"compute.cache_gib=0.5", "calibrate.micro_batch=1"}
+    found = make_plan(seven, recipe, machine=SMALL_GPU)
+    assert all("int8 codes" not in phase.gpu for phase in found.phases)
+    assert any("weights made anew" in phase.gpu for phase in found.phases)
 
 
 def test_groups_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:

@@ -202,3 +202,26 @@ def test_a_norm_that_does_not_multiply_with_its_weight_alone_is_refused(tiny: Ca
     layer.post_attention_layernorm = GemmaRMSNorm(layer.post_attention_layernorm.weight.shape[0])
     with pytest.raises(OnPTQError, match=r"layers\.1\.post_attention_layernorm \(GemmaRMSNorm\)"):
         Policy(model, Scheme.parse("W4A8"))
+
+
+@pytest.mark.parametrize("scheme", ["W4A8", "W4A16", "W8A8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_theta_that_is_only_attached_speaks_and_folds_as_a_frozen_one(
+    tiny: Callable[[str], Tiny], scheme: str, dtype: torch.dtype
+) -> None:
+    policy = tiny("qwen2.5-vl").policy(scheme, dtype)
+    theta = random_theta(policy)
+    (prompt,) = tiny("qwen2.5-vl").encode(policy, 1)
+    prefixes = Prefixes(policy, [prompt], max_tokens=4)
+    said, pieces = [], []
+    for speak in (policy.freeze, policy.attach):
+        speak(theta)
+        prefixes.forget("Q")
+        said.append(prefixes.prompt(0, "Q").last)
+        pieces.append(dict(policy.folded()))
+    assert torch.equal(*said)
+    assert all(module.folded is None for module in policy._modules())
+    for name, piece in pieces[0].items():
+        for field, tensor in vars(piece).items():
+            other = getattr(pieces[1][name], field)
+            assert (tensor is None and other is None) or torch.equal(tensor, other), (name, field)

@@ -31,7 +31,7 @@ from onptq.recipe import Recipe
 from onptq.schemes import Scheme
 
 HERE = Path(__file__).parent
-OURS = ("rtn", "gptq", "awq", "search")
+OURS = ("rtn", "gptq", "awq", "search", "search+signround", "static", "onptq")
 READY = "ready.json"  # in an environment: the requirements it was made from, written when they are all installed
 FAMILIES = ("qwen2.5-vl",)  # whose module names the scripts know
 
@@ -104,7 +104,7 @@ class Plan:
 
     def score_command(self, preset: str, items: int, prompts: int) -> list[str]:
         """Ours, built on the spot with the same calibration prompts, and every peer's checkpoint."""
-        ours = [f"{method}:{self.scheme}@{preset}" for method in OURS]
+        ours = [*(f"{method}:{self.scheme}@{preset}" for method in OURS), f"onptq:{self.scheme}@best"]
         theirs = [f"{PEERS[peer].named(peer)}={self.checkpoint(peer)}" for peer in self.peers]
         out = self.out / str(self.scheme) / "compared"
         counts = ["--items", str(items), "--prompts", str(prompts)]

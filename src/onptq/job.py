@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onptq import __version__
 from onptq.bank import States
-from onptq.cycle.rounds import Budgets, Cycle, bank_figures
+from onptq.cycle.rounds import Budgets, Cycle, Keep, bank_figures
 from onptq.data.calibration import Prompts, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.probes import probe_prompt
@@ -236,15 +236,25 @@ def _start(policy: Policy, run: Run) -> Theta:
 
 
 def _budgets(policy: Policy, recipe: Recipe) -> Budgets:
-    """Half of what is free, shared by prefixes and targets; Q's weights stay dequantized where they fit beside that."""
+    """Half of what is free, shared by prefixes and targets; Q's weights stay as floats, or else as codes, where these fit beside
+    that."""
     if policy.device.type == "cuda":
         free = torch.cuda.mem_get_info(policy.device)[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cache = recipe.compute.cache_gib
     budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
-    weights = sum(parameter.nbytes for block in policy.structure.blocks for parameter in block.module.parameters())
-    return Budgets(budget // 2, budget // 2, keep_dequantized=cache is None and weights < SHARE_OF_FREE * free / 2)
+    parameters = [parameter for block in policy.structure.blocks for parameter in block.module.parameters()]
+    floats, codes = sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters)
+    return Budgets(budget // 2, budget // 2, keep_of_q(free, cache, floats, codes, recipe))
+
+
+def keep_of_q(free: int, cache_gib: float | None, floats: int, codes: int, recipe: Recipe) -> Keep:
+    """By the bytes of Q's weights as floats and as codes. Settled codes are theta's own and cost nothing."""
+    if cache_gib is None and floats < SHARE_OF_FREE * free / 2:
+        return "floats"
+    settled = bool(recipe.rounds) and recipe.calibrate.codes == "settled"
+    return "codes" if settled or codes < SHARE_OF_FREE * free else "nothing"
 
 
 def _counted(items: Iterable[T], bar: Bar) -> Iterator[T]:

@@ -99,10 +99,14 @@ class Policy:
         self.model.to("meta")
 
     def folded(self) -> Iterator[tuple[str, FoldedLinear | FoldedNorm]]:
-        """Every folded piece with its name relative to the decoder, block by block, as the exporter wants them."""
+        """Every folded piece with its name relative to the decoder, block by block, as the exporter wants them. Of an attached
+        theta one piece at a time, which nobody keeps."""
         for module in self._modules():
-            assert module.folded is not None
-            yield module.block.path(module.name), module.folded
+            piece = module.folded
+            if piece is None:
+                assert module.live is not None
+                piece = module.fold(module.live)
+            yield module.block.path(module.name), piece
 
     def encode(self, inputs: Mapping[str, Tensor], modality: Tensor, ordinal: int = 0) -> EncodedPrompt:
         return self.encode_many([inputs], [modality], [ordinal])[0]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -30,15 +30,17 @@ SAVE_SECONDS = 20.0  # an update writes down where it is about this often
 ROOM = "room.json"  # what turned out to fit into memory, where that was less than the recipe says
 
 T = TypeVar("T")
+Keep = Literal["floats", "codes", "nothing"]
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes that may hold prefixes and dense targets between steps; None: as many as there are."""
+    """Bytes that may hold prefixes and dense targets between steps; None: as many as there are. And what is kept of Q's weights:
+    floats, their codes, or nothing, so that they are made of D's and theta in every forward."""
 
     prefixes: int | None = None
     targets: int | None = None
-    keep_dequantized: bool = True
+    keep: Keep = "floats"
 
 
 class Cycle:
@@ -87,7 +89,10 @@ class Cycle:
 
     def speak_as(self, theta: Theta) -> None:
         """Q is what theta folds to; whatever was cached of the previous Q is no longer true."""
-        self.policy.freeze(theta, keep_dequantized=self.budgets.keep_dequantized)
+        if self.budgets.keep == "nothing":
+            self.policy.attach(theta)
+        else:
+            self.policy.freeze(theta, keep_dequantized=self.budgets.keep == "floats")
         self._forget("Q")
 
     def release(self) -> None:

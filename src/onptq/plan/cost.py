@@ -65,10 +65,12 @@ class Cost:
         return max(flops / machine.flops, read / machine.bandwidth) / LINEAR_SHARE + started
 
     def quantized(self, tokens: int, forwards: int, keys: float) -> float:
-        """The same for a frozen Q: activations are rounded on the way, weights dequantized where they are not kept."""
-        moved = self.rounded_activations(tokens)
-        if not self.kept.dequantized:
-            moved += forwards * self.shapes.linears * self.compute * DEQUANTIZE_PASSES
+        """The same for Q in a rollout: activations are rounded on the way, weights made where they are not kept."""
+        moved, linears = self.rounded_activations(tokens), self.shapes.linears
+        if self.kept.weights == "codes":
+            moved += forwards * linears * self.compute * DEQUANTIZE_PASSES
+        if self.kept.weights == "nothing":
+            moved += forwards * linears * WIDE * LIVE_PASSES
         return self.dense(tokens, forwards, keys, QUANTIZED_OPERATIONS) + moved / self.machine.bandwidth
 
     def rounded_activations(self, tokens: int) -> float:

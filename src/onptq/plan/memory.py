@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from onptq.cycle.branch import ROW_TOKENS, TREE_TOKENS
 from onptq.cycle.compare import LOGIT_BYTES
-from onptq.job import SHARE_OF_FREE
+from onptq.cycle.rounds import Keep
+from onptq.job import SHARE_OF_FREE, keep_of_q
 from onptq.methods.search import SAMPLE_TOKENS
 from onptq.plan.parts import Shapes
 from onptq.plan.work import Work
+from onptq.recipe import Recipe
 from onptq.schemes import Scheme
 
 WIDE = 4  # bytes of a float32: theta, smoothed weights, errors and logits, whatever the compute dtype
@@ -31,12 +33,13 @@ class Kept:
 
     prefixes: int  # bytes, for calibration and held-out prompts each
     targets: int
-    dequantized: bool
+    weights: Keep  # of Q
 
     @classmethod
-    def of(cls, free: int, cache_gib: float | None, block_bytes: int) -> Kept:
-        budget = int(SHARE_OF_FREE * free) if cache_gib is None else int(cache_gib * 2**30)
-        return cls(budget // 2, budget // 2, cache_gib is None and block_bytes < SHARE_OF_FREE * free / 2)
+    def of(cls, free: int, floats: int, codes: int, recipe: Recipe) -> Kept:
+        cache = recipe.compute.cache_gib
+        budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
+        return cls(budget // 2, budget // 2, keep_of_q(free, cache, floats, codes, recipe))
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,12 @@ class Memory:
         return sum(min(self.kept.prefixes, size) for size in each)
 
     def quantized(self) -> Terms:
-        """Q as it is deployed: codes and steps, and its weights as floats where they are kept between forwards."""
+        """Q as it is deployed: codes and steps, and its weights as floats where they are kept between forwards. Or nothing of it
+        but what one linear is made of."""
         shapes = self.shapes
-        floats = shapes.linears if self.kept.dequantized else 2 * shapes.largest
+        if self.kept.weights == "nothing":
+            return {"weights made anew": self.folding()}
+        floats = shapes.linears if self.kept.weights == "floats" else 2 * shapes.largest
         # Without zero points theta's settled codes are the deployed ones.
         theirs = self.settled and self.scheme.symmetric
         return {
@@ -167,7 +173,7 @@ class Memory:
         }
         if not self.settled:
             return following
-        codes = {"int8 codes": following["int8 codes"]}
+        codes = {"int8 codes": self.quantized()["int8 codes"]}
         settling = self.resident() | codes | self.start_offsets() | self.per_weight()  # before the first round
         return max(following, settling, key=_total)
 

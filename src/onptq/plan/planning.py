@@ -17,7 +17,7 @@ from onptq.plan.memory import Kept, Memory, Terms
 from onptq.plan.parts import Parts, find_parts, locate
 from onptq.plan.serving import Served, serving
 from onptq.plan.work import CANDIDATES, Work, work_of
-from onptq.recipe import Recipe
+from onptq.recipe import Recipe, parse_override
 from onptq.schemes import Scheme
 
 PROCESS_BYTES = 500 * 2**20  # Python, torch and transformers before any model, as measured on a CPU
@@ -115,7 +115,7 @@ def make_plan(
     refusals = (
         *parts.problems,
         *_too_long(source, work),
-        *_too_large(phases, machine),
+        *_too_large(phases, machine, recipe),
         *_no_room(parts, free, out),
     )
     return Plan(
@@ -126,7 +126,7 @@ def make_plan(
 def _phases(source: Source, parts: Parts, machine: Machine, work: Work, scheme: Scheme) -> Iterator[Phase]:
     shapes, compute, storage = parts.shapes, machine.dtype.itemsize, DTYPES[parts.storage].itemsize
     free = max(0, machine.cacheable - shapes.loaded * compute)
-    kept = Kept.of(free, work.recipe.compute.cache_gib, shapes.linears * compute)
+    kept = Kept.of(free, shapes.linears * compute, shapes.linears, work.recipe)
     memory = Memory(shapes, work, scheme, compute, storage, kept)
     checkpoint = sum(shard.stat().st_size for shard in source.shards)
     seconds = Cost(shapes, work, scheme, machine, kept, checkpoint, parts.output_bytes).phases()
@@ -170,7 +170,7 @@ def _too_long(source: Source, work: Work) -> Iterator[str]:
         )
 
 
-def _too_large(phases: tuple[Phase, ...], machine: Machine) -> Iterator[str]:
+def _too_large(phases: tuple[Phase, ...], machine: Machine, recipe: Recipe) -> Iterator[str]:
     sides: Mapping[str, tuple[int, Any]] = {
         "GPU memory": (machine.device_free, lambda phase: phase.gpu),
         "host memory": (machine.host_free, lambda phase: phase.host),
@@ -179,23 +179,26 @@ def _too_large(phases: tuple[Phase, ...], machine: Machine) -> Iterator[str]:
         worst = max(phases, key=lambda phase: sum(side(phase).values()))
         needed = sum(side(worst).values())
         if needed > free:
-            largest = sorted(side(worst).items(), key=lambda term: -term[1])[:3]
-            named = ", ".join(f"{name} {size(count)}" for name, count in largest)
-            yield f"{worst.name} needs {size(needed)} of {what} and {size(free)} is free: {named}{_remedy(largest)}"
+            terms = sorted(side(worst).items(), key=lambda term: -term[1])
+            named = ", ".join(f"{name} {size(count)}" for name, count in terms[:3])
+            remedy = _remedy([name for name, _ in terms], recipe)
+            yield f"{worst.name} needs {size(needed)} of {what} and {size(free)} is free: {named}{remedy}"
 
 
-def _remedy(largest: list[tuple[str, int]]) -> str:
+def _remedy(terms: list[str], recipe: Recipe) -> str:
+    """The change that lowers the largest term of those that the recipe can still lower."""
     remedies = {
         "rounding offsets": "calibrate.codes=settled",
         "offsets of the start": "init=search",
         "activations in the graph": "calibrate.micro_batch=1",
         "residual streams and errors": "calibrate.micro_batch=1",
         "weights in the graph": "calibrate.checkpointing=true",
-        "prefix caches": "compute.cache_gib=1",
-        "dense targets": "compute.cache_gib=1",
+        "prefix caches": "compute.cache_gib=0.5",
+        "dense targets": "compute.cache_gib=0.5",
         "activations": "compute.batch_tokens=4096",
     }
-    found = next((remedies[name] for name, _ in largest if name in remedies), None)
+    wanted = (remedies[name] for name in terms if name in remedies)
+    found = next((one for one in wanted if recipe.with_overrides(dict([parse_override(one)])) != recipe), None)
     return f"; --set {found} takes less" if found else ""
 
 

@@ -65,21 +65,22 @@ class QuantLinear(nn.Module):
     def release(self) -> None:
         self.live, self.folded, self._dequantized = None, None, None
 
-    @torch.no_grad()
     def freeze(self, theta: Theta) -> None:
         self.release()
+        self.folded = self.fold(theta)
+
+    @torch.no_grad()
+    def fold(self, theta: Theta) -> FoldedLinear:
         bias, path = self._bias(theta), self.block.path(self.name)
         bias = None if bias is None else bias.to(self.storage)
         if path in theta.levels:
             settled = theta.levels[path], theta.step[path], theta.ratio[path]
-            self.folded = FoldedLinear(*settled_codes(*settled, self.scheme, self.storage), bias)
-            return
+            return FoldedLinear(*settled_codes(*settled, self.scheme, self.storage), bias)
         weight = self._smoothed(theta)
         if self.scheme.quantizes_weights:
             codes = weight_codes(weight, theta.ratio[path], theta.offset.get(path), self.scheme, self.storage)
-            self.folded = FoldedLinear(*codes, bias)
-        else:
-            self.folded = FoldedLinear(weight.to(self.storage), weight.new_ones(1, 1), None, bias)
+            return FoldedLinear(*codes, bias)
+        return FoldedLinear(weight.to(self.storage), weight.new_ones(1, 1), None, bias)
 
     def centred_offset(self, theta: Theta) -> Tensor:
         """From the smoothed weight to the code it was frozen to, in steps, [O, I]."""
@@ -161,9 +162,12 @@ class QuantNorm(nn.Module):
     def release(self) -> None:
         self.live, self.folded = None, None
 
-    @torch.no_grad()
     def freeze(self, theta: Theta) -> None:
-        self.live, self.folded = None, FoldedNorm(self._gain(theta).to(self.storage))
+        self.live, self.folded = None, self.fold(theta)
+
+    @torch.no_grad()
+    def fold(self, theta: Theta) -> FoldedNorm:
+        return FoldedNorm(self._gain(theta).to(self.storage))
 
     def _gain(self, theta: Theta) -> Tensor:
         log_out = log_scales_out(theta, self.block, self.name)
