@@ -11,7 +11,7 @@ from conftest import FAMILIES, Tiny
 from naive import EXACT, WEIGHT_ONLY, Scene, decoder_forwards, scene, without_ties
 
 from onptq.bank import Trajectory
-from onptq.cycle.follow import follow
+from onptq.cycle.follow import LOOKS, follow
 from onptq.cycle.prefixes import Prefixes
 from onptq.policy import Policy
 
@@ -81,6 +81,19 @@ def test_no_forward_runs_once_every_rollout_of_the_batch_has_ended(tiny: Callabl
     longest = max(len(trajectory.tokens) for trajectory in expected)
     assert longest <= 2
     assert len(forwards) == longest, "the prefill predicts token 1, and each token but the last is fed once"
+
+
+@pytest.mark.parametrize("look", [2, 3, 8])
+def test_rollouts_do_not_depend_on_how_often_their_end_is_looked_for(
+    tiny: Callable[[str], Tiny], look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenery = scene(tiny("llama"), *WEIGHT_ONLY)
+    eos = frozenset(scenery.rollout(ordinal, LIMIT).tokens[1] for ordinal in scenery.ordinals)
+    monkeypatch.setitem(LOOKS, "cpu", look)
+    policy = scenery.policy_with(eos)
+    with decoder_forwards(policy) as forwards:
+        assert follow(prefixes_of(scenery, policy, "one")) == naive_trajectories(scenery, LIMIT, eos)
+    assert len(forwards) == min(look, LIMIT), "every so many tokens, and at the limit"
 
 
 @pytest.mark.parametrize("limit", [1, 2])

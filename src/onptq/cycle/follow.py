@@ -13,6 +13,8 @@ from onptq.models.decoder import Tokens
 from onptq.models.encoding import PromptBatch
 from onptq.policy import Side
 
+LOOKS = {"cpu": 1, "cuda": 8}  # tokens between looks at whether every row has ended: on a GPU each look waits for it
+
 
 def follow(
     prefixes: Prefixes, *, side: Side = "Q", advance: Callable[[int], None] = lambda prompts: None
@@ -40,13 +42,14 @@ def rollout(prefixes: Prefixes, index: int, side: Side = "Q") -> Tensor:
     positions = batch.response_positions(limit)
     tokens: list[Tensor] = []
     ended = torch.zeros(size, dtype=torch.bool, device=policy.device)
+    look = LOOKS.get(policy.device.type, 1)
     hidden = prefix.last
     with policy.speaking(side):
         while True:
             tokens.append(policy.logits(hidden).argmax(-1))
             ended = ended | torch.isin(tokens[-1], eos)
             count = len(tokens)
-            if count == limit or bool(ended.all()):
+            if count == limit or (count % look == 0 and bool(ended.all())):
                 return torch.stack(tokens, dim=1)
             step = Tokens(
                 policy.embed(tokens[-1][:, None]),
