@@ -11,21 +11,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from onptq.bench.running import Settings, command, run_bench
 from onptq.bench.tables import HEADS, announced, kernel_lines, paper_cell, rows
 from onptq.bench.timing import Job, draw_prompts, heard, measure
+from onptq.bench.transformers_engine import run as run_transformers
 from onptq.bench.variants import choose_variants
 from onptq.bench.vllm_engine import describe_kernels, options
 from onptq.cli import app
 from onptq.errors import OnPTQError
 from onptq.progress import QuietReporter
+from onptq.runtime.linear import has_integer_product
 from onptq.zoo.configs import RANDOM_TOWERS, Dims
 from onptq.zoo.published import PUBLISHED, Published
 
 JOB = Job("folder", "eager", "float16", (1, 8), 2048, 64, 3, 1000, "humming", (1, 8, 2048, 16384), 4.0)
 QUIET = QuietReporter()
+OPERANDS = "int8 x int8" if has_integer_product(torch.zeros(8, 8, dtype=torch.int8)) else "int8 as float64"
+LOW_BIT = f"LowBitLinear / {OPERANDS}, activations rounded to 8 bits"
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +57,29 @@ def test_the_command_measures_dense_and_quantized_in_transformers(small: Path, e
         assert row["prefill_peak_bytes"] > 2**20
         assert sum(one["kernels"].values()) == 14  # seven linears in each of two blocks
     assert found["results"][0]["kernels"].keys() == {"Linear / bfloat16"}
-    assert "activations rounded to 8 bits" in next(iter(found["results"][1]["kernels"]))
+    assert found["results"][1]["kernels"] == {LOW_BIT: 14}
+    assert found["results"][1]["linear_backend"] is None
     assert "1.79x" not in result.output  # the paper has no batch of 2
     assert found["results"][1]["batches"][0]["prefill_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "backend", "kernel"),
+    [
+        ("W4A6", None, LOW_BIT.replace("8 bits", "6 bits")),
+        ("W4A8", "simulated", "Linear / bfloat16, activations rounded to 8 bits"),
+        ("W4A16", None, "Linear / bfloat16"),
+    ],
+)
+def test_transformers_multiplies_integers_where_both_sides_are_quantized(
+    scheme: str, backend: str | None, kernel: str, small: Path, exported: Path
+) -> None:
+    dense, variant = choose_variants([str(small)], [scheme], exported, QUIET)
+    settings = Settings("transformers", batches=(2,), prompt_tokens=8, new_tokens=1, repeats=1, linear_backend=backend)
+    assert settings.job(dense, "eager").linear_backend is None
+    found = run_transformers(settings.job(variant, "eager"))
+    assert found["kernels"] == {kernel: 14}
+    assert found["batches"][0]["prefill_seconds"] > 0
 
 
 def test_a_dense_model_given_alone_is_exported_by_the_schemes(small: Path, exported: Path) -> None:
@@ -85,6 +110,8 @@ def test_what_cannot_be_measured_is_said_before_anything_runs(small: Path, tmp_p
         Settings(engine="llama.cpp")  # type: ignore[arg-type]
     with pytest.raises(OnPTQError, match="--mode eager alone"):
         Settings(engine="transformers", modes=("compiled",))
+    with pytest.raises(OnPTQError, match="'machete' is not known to transformers; expected torch, humming, simulated"):
+        Settings(engine="transformers", linear_backend="machete")
 
 
 def test_an_interpreter_without_vllm_is_named(small: Path, exported: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from onptq import __version__
 from onptq.bench.timing import Job, heard
+from onptq.bench.transformers_engine import BACKENDS
 from onptq.bench.variants import Variant
 from onptq.errors import OnPTQError
 from onptq.progress import Reporter
@@ -48,10 +49,14 @@ class Settings:
                     raise OnPTQError(f"{name}: {value!r} is not known; expected {' or '.join(valid)}")
         if self.engine == "transformers" and self.modes != ("eager",):
             raise OnPTQError("transformers is measured as it generates by default; expected --mode eager alone")
+        if self.engine == "transformers" and self.linear_backend not in (None, *BACKENDS):
+            known = ", ".join(BACKENDS)
+            raise OnPTQError(f"linear backend {self.linear_backend!r} is not known to transformers; expected {known}")
 
     def job(self, variant: Variant, mode: Mode) -> Job:
         sizes = self.graph_sizes or tuple(sorted({*self.batches, *(one * self.prompt_tokens for one in self.batches)}))
-        backend = self.linear_backend if variant.scheme is not None and self.linear_backend else variant.linear_backend
+        own = variant.linear_backend if self.engine == "vllm" else None
+        backend = self.linear_backend if variant.scheme is not None and self.linear_backend else own
         return Job(
             folder=str(variant.source.folder.resolve()),
             mode=mode,

@@ -1,5 +1,5 @@
-"""One checkpoint in transformers, in a process of its own: `python -m onptq.bench.transformers_engine JOB`. A quantized one is
-simulated there: its weights are multiplied as floats."""
+"""One checkpoint in transformers, in a process of its own: `python -m onptq.bench.transformers_engine JOB`. Integers are
+multiplied where weights and activations are quantized; other quantized weights are multiplied as floats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 
@@ -16,6 +16,12 @@ from onptq.errors import OnPTQError
 from onptq.evaluate.reader import Reader, load_reader, open_checkpoint
 from onptq.models.loading import DTYPES, choose_device
 from onptq.models.structure import LINEARS
+from onptq.runtime.humming import HummingLinear
+from onptq.runtime.linear import LowBitLinear
+from onptq.runtime.swap import Backend, swap_linears
+
+SIMULATED = "simulated"  # rounded weights multiplied as floats
+BACKENDS = (*get_args(Backend), SIMULATED)
 
 
 class TensorMemory:
@@ -34,6 +40,8 @@ def run(job: Job) -> dict[str, Any]:
     device = choose_device("auto")
     began = time.perf_counter()
     reader = load_reader(open_checkpoint(job.folder), DTYPES[job.dtype], device, ())
+    if job.linear_backend != SIMULATED:
+        swap_linears(reader.model, cast(Backend, job.linear_backend or "torch"))
     started = time.perf_counter() - began
     model: Any = reader.model
     model.generation_config.eos_token_id = None
@@ -67,18 +75,21 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def describe_kernels(reader: Reader) -> dict[str, int]:
-    """What multiplies in the decoder's linears: the module's class, the weight it holds, and what is done to its input."""
-    found: Counter[str] = Counter()
-    for block in reader.structure.blocks:
-        for name in LINEARS:
-            module = block.child(name)
-            scheme = getattr(module, "quantization_scheme", None)
-            activations = getattr(scheme, "input_activations", None)
-            rounded = "" if activations is None else f", activations rounded to {activations.num_bits} bits"
-            weight = getattr(module, "weight", None)
-            dtype = "packed" if weight is None else str(weight.dtype).removeprefix("torch.")
-            found[f"{type(module).__name__} / {dtype}{rounded}"] += 1
-    return dict(found)
+    """What multiplies in the decoder's linears: the module's class, what it multiplies, and what is done to its input."""
+    linears = (block.child(name) for block in reader.structure.blocks for name in LINEARS)
+    return dict(Counter(map(_describe, linears)))
+
+
+def _describe(linear: Any) -> str:
+    bits: int | None
+    if isinstance(linear, LowBitLinear | HummingLinear):
+        operands, bits = linear.operands, linear.activation_bits
+    else:
+        weight, scheme = getattr(linear, "weight", None), getattr(linear, "quantization_scheme", None)
+        operands = "packed" if weight is None else str(weight.dtype).removeprefix("torch.")
+        bits = getattr(getattr(scheme, "input_activations", None), "num_bits", None)
+    rounded = "" if bits is None else f", activations rounded to {bits} bits"
+    return f"{type(linear).__name__} / {operands}{rounded}"
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def bench(
     linear_backend: Annotated[
         str | None,
         typer.Option(
-            help="vLLM's kernels for quantized checkpoints on a GPU.",
-            show_default="humming for W4A8, else its own choice",
+            help="Kernels for quantized checkpoints: vLLM's, on a GPU; in transformers torch, humming (on a GPU) or simulated.",
+            show_default="in vLLM humming for W4A8, else its own choice; in transformers torch",
         ),
     ] = None,
     graph_sizes: Annotated[

@@ -85,9 +85,17 @@ def fake_quantize_activations(x: Tensor, bits: int) -> Tensor:
         from onptq.kernels.fake_quantize import fake_quantize_tokens
 
         return fake_quantize_tokens(x, bits)
+    return FakeQuantize.apply(x, token_steps(x, bits), None, None, bits, x.dtype)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def quantize_tokens(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes int8 [..., tokens, channels] and steps [..., tokens, 1], whose product is `fake_quantize_activations`."""
+    step = token_steps(x, bits)
+    return round_to_codes(x, step, bits).to(torch.int8).contiguous(), step
+
+
+def token_steps(x: Tensor, bits: int) -> Tensor:
     absmax = x.abs().amax(dim=-1, keepdim=True)
-    step = absmax / absmax.new_full(
-        (), (2**bits - 1) / 2
-    )  # a Python scalar would be multiplied by its reciprocal on a GPU
-    step = torch.where(step == 0, torch.finfo(x.dtype).eps, step)
-    return FakeQuantize.apply(x, step, None, None, bits, x.dtype)  # type: ignore[no-untyped-call, no-any-return]
+    # A tensor: a Python scalar would be multiplied by its reciprocal on a GPU.
+    step = absmax / absmax.new_full((), (2**bits - 1) / 2)
+    return torch.where(step == 0, torch.finfo(x.dtype).eps, step)

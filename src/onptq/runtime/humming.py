@@ -1,0 +1,67 @@
+"""The product of a low-bit linear by humming-kernels, on an NVIDIA GPU. The package is imported by the first linear."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from onptq.errors import OnPTQError
+from onptq.quantizer.integer import code_range, quantize_tokens
+from onptq.runtime.linear import LowBitLinear
+
+PADDED_OUTPUTS, PADDED_COLUMNS = 256, 128  # multiples its kernels are tuned for
+PACKED_COLUMNS = 32  # of which packing wants a multiple
+STEP_ROWS = 4  # steps are read so many at a time
+
+
+class HummingLinear(nn.Module):
+    """The same codes and steps as the low-bit linear it is made of; weights of at most 4 bits are packed."""
+
+    def __init__(self, linear: LowBitLinear) -> None:
+        super().__init__()
+        _check(linear)
+        from humming import ops  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        from humming.layer import HummingLayer  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        low, high = code_range(4)
+        narrow = bool(((linear.codes >= low) & (linear.codes <= high)).all())
+        bits, dtype = 4 if narrow else 8, linear.step.dtype
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.activation_bits, self.operands = linear.activation_bits, f"int8 x int{bits}"
+        with torch.cuda.device(linear.codes.device):
+            self.layer = HummingLayer(
+                shape_n=self.out_features,
+                shape_k=self.in_features,
+                weight_config={"dtype": f"int{bits}"},
+                input_config={"dtype": "int8"},
+                pad_n_to_multiple=PADDED_OUTPUTS,
+                pad_k_to_multiple=PADDED_COLUMNS,
+                has_bias=linear.bias is not None,
+                torch_dtype=dtype,
+            ).to(linear.codes.device)
+            packed = ops.pack_weight(linear.codes.int() - code_range(bits)[0], bits)  # it counts codes from zero
+            tensors = {"weight": packed, "weight_scale": linear.step[:, None]}
+            self.layer.load_from_tensors(tensors if linear.bias is None else tensors | {"bias": linear.bias})
+            self.layer.transform()
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        codes, step = quantize_tokens(x, self.activation_bits)
+        codes, step = codes.view(-1, self.in_features), step.view(-1, 1).float()
+        step = F.pad(step, (0, 0, 0, -len(step) % STEP_ROWS))[: len(codes)]
+        product: Tensor = self.layer(codes, input_scale=step)
+        return product.view(*x.shape[:-1], self.out_features)
+
+
+def _check(linear: LowBitLinear) -> None:
+    if not linear.codes.is_cuda:
+        raise OnPTQError(f"humming multiplies on an NVIDIA GPU alone; the linear is on {linear.codes.device}")
+    if find_spec("humming") is None:
+        raise OnPTQError("humming is not installed: pip install humming-kernels")
+    if linear.step.dtype not in (torch.float16, torch.bfloat16):
+        raise OnPTQError(f"humming computes in float16 or bfloat16; the model is {linear.step.dtype}")
+    if linear.in_features % PACKED_COLUMNS:
+        raise OnPTQError(f"humming wants a multiple of {PACKED_COLUMNS} input columns; got {linear.in_features}")
