@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,11 @@ def test_a_small_gpu_is_led_step_by_step_to_a_recipe_that_fits(seven: Path) -> N
         taken.append(change)
         recipe = recipe.with_overrides(dict([parse_override(change)]))
     assert set(taken) == {"compute.cache_gib=0.5", "calibrate.micro_batch=1"}
+    tight = {"scheme": "W4A8", "compute.cache_gib": 0.0, "calibrate.micro_batch": 1, "compute.batch_tokens": 2048}
+    (reason,) = make_plan(
+        seven, Recipe.preset("paper", tight), machine=replace(SMALL_GPU, device_free=16 * GIB)
+    ).refusals
+    assert "takes less" not in reason, "nothing is left to lower"
     found = make_plan(seven, recipe, machine=SMALL_GPU)
     assert all("int8 codes" not in phase.gpu for phase in found.phases)
     assert any("weights made anew" in phase.gpu for phase in found.phases)

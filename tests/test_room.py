@@ -183,6 +183,26 @@ def test_a_prompt_that_does_not_fit_alone_is_named_by_its_size(policy: Policy, p
         follow(Prefixes(policy, prompts, max_tokens=TOKENS))
 
 
+def test_a_single_prompt_is_tried_again_where_nothing_else_is_kept(
+    policy: Policy, prompts: list[EncodedPrompt]
+) -> None:
+    """As if what earlier prompts left in the caches were what fills the memory."""
+    alone = Room(1, "tokens")
+    expected = follow(Prefixes(policy, prompts, max_tokens=TOKENS, batch_tokens=alone))
+    prefixes = Prefixes(policy, prompts, max_tokens=TOKENS, batch_tokens=alone)
+    run = Policy.run
+
+    def crowded(self: Policy, *args: Any, **options: Any) -> Tensor:
+        if len(prefixes._kept) > 2:
+            raise torch.OutOfMemoryError
+        return run(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Policy, "run", crowded)
+        assert follow(prefixes) == expected
+    assert (prefixes.budget, alone.size) == (0, 1)
+
+
 @pytest.mark.parametrize("after", [0, 1])  # 1: in the middle of a step, when there are gradients already
 def test_an_update_takes_the_same_steps_with_fewer_prompts_at_once(
     policy: Policy, prompts: list[EncodedPrompt], after: int

@@ -21,13 +21,13 @@ def follow(
 ) -> list[Trajectory]:
     """Greedy rollouts of Q (D where it is asked) for every prompt, at most `prefixes.max_tokens` long, by ordinal."""
     trajectories: list[Trajectory] = []
-    for part in prefixes.each(lambda index: rollout_batch(prefixes, index, side)):
+    for part in prefixes.each(lambda index: _rollout_batch(prefixes, index, side)):
         trajectories += part
         advance(len(part))
     return sorted(trajectories, key=lambda trajectory: trajectory.prompt)
 
 
-def rollout_batch(prefixes: Prefixes, index: int, side: Side) -> list[Trajectory]:
+def _rollout_batch(prefixes: Prefixes, index: int, side: Side) -> list[Trajectory]:
     return list(_cut(prefixes.batches[index], rollout(prefixes, index, side), prefixes.policy.eos))
 
 

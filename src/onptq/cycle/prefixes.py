@@ -70,6 +70,7 @@ class Prefixes:
                 self._make_room(index)
                 for prefixes in (self, *alike):
                     prefixes._split(index, self.room.size)
+                give_back_memory()
 
     def batch_like(self, other: Prefixes) -> None:
         """The same prompts in the same batches, also where either had to be split."""
@@ -79,15 +80,16 @@ class Prefixes:
 
     def _make_room(self, index: int) -> None:
         batch = self.batches[index]
-        slots = len(batch.prompts) * (batch.width + self.max_tokens)
-        if len(batch.prompts) == 1:
+        if len(batch.prompts) > 1:
+            if len(batch.prompts) * (batch.width + self.max_tokens) <= self.room.size:
+                self.room.halve()  # else others have found before that this is too much
+        elif self.budget != 0:
+            self.budget = 0  # alone it may fit where nothing else is kept
+        else:
             raise OnPTQError(
                 f"a prompt of {batch.width} tokens and a response of {self.max_tokens} do not fit into memory even alone; "
                 "expected a shorter prompt, smaller pictures, a shorter response or a device with more memory"
             )
-        give_back_memory()
-        if slots <= self.room.size:  # else others have found before that this is too much
-            self.room.halve()
 
     def _split(self, index: int, batch_tokens: int) -> None:
         self._kept.clear()

@@ -199,5 +199,11 @@ def _size(size: int | None) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
+def header(name: str, labels: Mapping[str, Any]) -> str:
+    """Of a measure's column in a suite's tables."""
+    short = "average" if name == "average" else labels[name]["name"]
+    return f"{short} %" if name in ("flips", "mismatch", "critical_flips") else str(short)
+
+
 def row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

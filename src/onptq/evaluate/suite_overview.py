@@ -6,17 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from onptq.evaluate.report import ABSENT, row
+from onptq.evaluate.report import ABSENT, header, row
 
 MEASURES = ("mismatch", "erosion", "kl", "flips", "average", "critical_flips")
-NAMES = {
-    "mismatch": "mismatch %",
-    "erosion": "erosion",
-    "kl": "KL",
-    "flips": "flips %",
-    "average": "average score",
-    "critical_flips": "margin flips %",
-}
 OUTCOMES = ("better", "open", "worse")
 
 
@@ -52,7 +44,8 @@ def _standings(units: Sequence[tuple[Any, Any]]) -> Iterator[str]:
                         place = OUTCOMES.index(verdict) if verdict in OUTCOMES else 1
                         counts.setdefault(label, {}).setdefault(name, [0, 0, 0])[place] += 1
     shown = [name for name in MEASURES if any(name in found for found in counts.values())]
-    yield row(["onptq against", *(NAMES[name] for name in shown)])
+    labels = units[0][0]["labels"]
+    yield row(["onptq against", *(header(name, labels) for name in shown)])
     yield "|---" * (len(shown) + 1) + "|"
     for label, found in counts.items():
         yield row([label, *(" / ".join(map(str, found[name])) if name in found else ABSENT for name in shown)])
@@ -73,7 +66,8 @@ def _means(units: Sequence[tuple[Any, Any]], measure: str) -> Iterator[str]:
                 values.setdefault(label, {}).setdefault(scheme["scheme"], []).append(value)
     if not beds:
         return
-    label = units[0][0]["labels"][measure]
+    labels = units[0][0]["labels"]
+    label = labels[measure]
     means = {
         method: {scheme: fmean(each) for scheme, each in by.items() if len(each) == beds[scheme]}
         for method, by in values.items()
@@ -82,7 +76,7 @@ def _means(units: Sequence[tuple[Any, Any]], measure: str) -> Iterator[str]:
     best = {scheme: choose(by[scheme] for by in means.values() if scheme in by) for scheme in beds}
     digits = label["digits"]
     yield ""
-    yield row([NAMES[measure], *(f"{scheme} ({count})" for scheme, count in beds.items())])
+    yield row([header(measure, labels), *(f"{scheme} ({count})" for scheme, count in beds.items())])
     yield "|---" * (len(beds) + 1) + "|"
     for method, by in means.items():
         cells = []

@@ -11,7 +11,7 @@ from onptq.errors import OnPTQError
 from onptq.evaluate.candidates import DENSE
 from onptq.evaluate.comparison import REPORT
 from onptq.evaluate.goals import OURS, Standing, shown_difference
-from onptq.evaluate.report import ABSENT, CRITICAL_NOTE, row
+from onptq.evaluate.report import ABSENT, CRITICAL_NOTE, header, row
 from onptq.evaluate.statistics import fewest_differing
 from onptq.evaluate.suite_overview import at_a_glance
 from onptq.schemes import Scheme
@@ -205,7 +205,7 @@ def _columns(bed: Mapping[str, Any], scheme: Mapping[str, Any]) -> list[str]:
 
 def _figures(bed: Mapping[str, Any], scheme: Mapping[str, Any]) -> Iterator[str]:
     labels, columns = bed["labels"], _columns(bed, scheme)
-    yield row([scheme["scheme"], *(_header(name, labels) for name in columns), "seconds"])
+    yield row([scheme["scheme"], *(header(name, labels) for name in columns), "seconds"])
     yield "|---" * (len(columns) + 2) + "|"
     yield row(["dense", *(_shown(bed["dense"], name, labels) for name in columns), ABSENT])
     best = {name: _best(scheme["rows"].values(), name, labels) for name in columns}
@@ -235,7 +235,7 @@ def _difference_rows(
     columns = [name for name in DIFFERENCES if any(name in found for found in others.values())]
     if not columns:
         return
-    yield row([f"{scheme['rows'][ours]['label']} minus", *(_header(name, labels) for name in columns)])
+    yield row([f"{scheme['rows'][ours]['label']} minus", *(header(name, labels) for name in columns)])
     yield "|---" * (len(columns) + 1) + "|"
     for other, found in others.items():
         cells = [
@@ -260,11 +260,6 @@ def told_goals(tables: Mapping[str, Any]) -> Iterator[str]:
         ]
         if told:
             yield from ("", f"### {outcome.capitalize()}", "", *told)
-
-
-def _header(name: str, labels: Mapping[str, Any]) -> str:
-    short = {"average": "average"}.get(name, labels[name]["name"])
-    return f"{short} %" if name in ("flips", "mismatch", "critical_flips") else str(short)
 
 
 def _shown(model: Mapping[str, Any], name: str, labels: Mapping[str, Any]) -> str:

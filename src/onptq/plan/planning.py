@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from onptq.plan.memory import Kept, Memory, Terms
 from onptq.plan.parts import Parts, find_parts, locate
 from onptq.plan.serving import Served, serving
 from onptq.plan.work import CANDIDATES, Work, work_of
-from onptq.recipe import Recipe, parse_override
+from onptq.recipe import Recipe
 from onptq.schemes import Scheme
 
 PROCESS_BYTES = 500 * 2**20  # Python, torch and transformers before any model, as measured on a CPU
@@ -181,25 +182,28 @@ def _too_large(phases: tuple[Phase, ...], machine: Machine, recipe: Recipe) -> I
         if needed > free:
             terms = sorted(side(worst).items(), key=lambda term: -term[1])
             named = ", ".join(f"{name} {size(count)}" for name, count in terms[:3])
-            remedy = _remedy([name for name, _ in terms], recipe)
+            remedy = _remedy([name for name, count in terms if count], recipe)
             yield f"{worst.name} needs {size(needed)} of {what} and {size(free)} is free: {named}{remedy}"
 
 
 def _remedy(terms: list[str], recipe: Recipe) -> str:
     """The change that lowers the largest term of those that the recipe can still lower."""
     remedies = {
-        "rounding offsets": "calibrate.codes=settled",
-        "offsets of the start": "init=search",
-        "activations in the graph": "calibrate.micro_batch=1",
-        "residual streams and errors": "calibrate.micro_batch=1",
-        "weights in the graph": "calibrate.checkpointing=true",
-        "prefix caches": "compute.cache_gib=0.5",
-        "dense targets": "compute.cache_gib=0.5",
-        "activations": "compute.batch_tokens=4096",
+        "rounding offsets": ("calibrate.codes", "settled"),
+        "offsets of the start": ("init", "search"),
+        "activations in the graph": ("calibrate.micro_batch", 1),
+        "residual streams and errors": ("calibrate.micro_batch", 1),
+        "weights in the graph": ("calibrate.checkpointing", True),
+        "prefix caches": ("compute.cache_gib", 0.5),
+        "dense targets": ("compute.cache_gib", 0.5),
+        "activations": ("compute.batch_tokens", 4096),
     }
-    wanted = (remedies[name] for name in terms if name in remedies)
-    found = next((one for one in wanted if recipe.with_overrides(dict([parse_override(one)])) != recipe), None)
-    return f"; --set {found} takes less" if found else ""
+    for setting, value in (remedies[name] for name in terms if name in remedies):
+        now = attrgetter(setting)(recipe)
+        less = value < now if type(value) in (int, float) and now is not None else value != now
+        if less:
+            return f"; --set {setting}={str(value).lower()} takes less"
+    return ""
 
 
 def _no_room(parts: Parts, free: int | None, out: Path | None) -> Iterator[str]:
