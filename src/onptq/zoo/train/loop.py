@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ SPOKEN_PART = 64  # lessons a speaker makes at a time
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained. The schedule follows steps or minutes, whichever will end first."""
+    """How a model is trained. The schedule follows steps or minutes, whichever will end first, unless `enough` was learned
+    before: then the learning rate falls to zero within `settle` steps."""
 
     family: str
     minutes: float | None = 9.0
@@ -61,6 +63,8 @@ class Training:
     ctc: float = 0.3
     tokenizer_lessons: int = 4000
     log_every: int = 50  # steps
+    enough: Mapping[str, float] = field(default_factory=dict)  # loss by kind of lesson, all of them to be reached
+    settle: int = 600
 
     def __post_init__(self) -> None:
         check_family(self.family)
@@ -70,6 +74,9 @@ class Training:
             raise OnPTQError(
                 f"device {self.device!r}: this machine has no usable GPU; expected --device cpu, which is slow"
             )
+
+    def learned(self, losses: Mapping[str, float]) -> bool:
+        return bool(self.enough) and all(losses.get(kind, inf) <= most for kind, most in self.enough.items())
 
 
 def train(training: Training, out: Path, reporter: Reporter | None = None) -> Path:
@@ -122,6 +129,8 @@ def _run(trainer: Trainer, began: float, out: Path, reporter: Reporter) -> Itera
                 record["seconds"] = round(now - began, 2)
                 record["samples_per_second"] = round(training.log_every * training.batch / (now - marked))
                 marked = now
+                if training.learned(record["losses"]):
+                    clock.settle(trainer.step)
                 yield record
                 step = int(1000 * progress) - shown
                 shown += step
@@ -135,21 +144,30 @@ def _run(trainer: Trainer, began: float, out: Path, reporter: Reporter) -> Itera
 
 
 class Clock:
-    """Which part of the schedule is done: by steps or by time, whichever is further."""
+    """Which part of the schedule is done: by steps, by time or by what is left once enough was learned, whichever is further."""
 
     def __init__(self, training: Training, began: float) -> None:
-        self._steps = training.steps
+        self._steps, self._settle = training.steps, training.settle
+        self._settled: tuple[int, float] | None = None  # since which step, and how far the schedule was then
         self._end = None if training.minutes is None else began + 60 * training.minutes - WRITE_SECONDS
         self._start: float | None = None
 
     def start(self) -> None:
         self._start = time.monotonic()
 
+    def settle(self, step: int) -> None:
+        """Enough was learned: the rest of the schedule passes quickly."""
+        if self._settled is None:
+            self._settled = step, self.progress(step)
+
     def progress(self, step: int) -> float:
-        by_steps = 0.0 if self._steps is None else step / self._steps
-        if self._end is None or self._start is None:
-            return by_steps
-        return max(by_steps, (time.monotonic() - self._start) / max(self._end - self._start, 1e-3))
+        done = 0.0 if self._steps is None else step / self._steps
+        if self._end is not None and self._start is not None:
+            done = max(done, (time.monotonic() - self._start) / max(self._end - self._start, 1e-3))
+        if self._settled is not None:
+            since, before = self._settled
+            done = max(done, before + (1 - before) * (step - since) / self._settle)
+        return done
 
 
 class Trainer:
