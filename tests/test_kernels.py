@@ -70,7 +70,7 @@ def test_cpu_tensors_go_to_kernels_only_when_told(
 
 def test_a_switch_that_cannot_be_followed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.SWITCH, "yes")
-    with pytest.raises(OnPTQError, match="ONPTQ_KERNELS='yes' is none of off, auto, on"):
+    with pytest.raises(OnPTQError, match="ONPTQ_KERNELS='yes' is none of auto, off, on"):
         kernels.fit(torch.ones(2))
     monkeypatch.setenv(kernels.SWITCH, "on")
     monkeypatch.setattr(kernels, "_triton_is_installed", lambda: False)

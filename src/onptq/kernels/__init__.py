@@ -1,8 +1,7 @@
 """Triton kernels, each beside the plain PyTorch that stays its definition and runs wherever no GPU is.
 
-ONPTQ_KERNELS says who computes: `off` (the default: plain PyTorch, until the kernels have been measured on a GPU), `auto`
-(kernels on CUDA tensors where Triton is installed) or `on` (kernels on any device: for Triton's interpreter). Nothing here
-imports Triton until a kernel runs.
+ONPTQ_KERNELS says who computes: `auto` (the default: kernels on CUDA tensors where Triton is installed), `off` (plain PyTorch)
+or `on` (kernels on any device: for Triton's interpreter). Nothing here imports Triton until a kernel runs.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from torch import Tensor
 from onptq.errors import OnPTQError
 
 SWITCH = "ONPTQ_KERNELS"
-CHOICES = ("off", "auto", "on")
+CHOICES = ("auto", "off", "on")
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def fit(*tensors: Tensor | None, dtypes: Set[torch.dtype] = DTYPES) -> bool:
     """Whether kernels take these tensors; `None` stands for one that is not there."""
-    choice = os.environ.get(SWITCH, "off")
+    choice = os.environ.get(SWITCH, "auto")
     if choice not in CHOICES:
         raise OnPTQError(f"{SWITCH}={choice!r} is none of {', '.join(CHOICES)}")
     present = [tensor for tensor in tensors if tensor is not None]
