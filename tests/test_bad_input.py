@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from onptq.bank import States
 from onptq.cli import app
+from onptq.run import Run
 from onptq.zoo.random import write_random
 
 TINY = {
@@ -237,6 +238,25 @@ def test_a_model_that_is_neither_a_folder_nor_a_hub_id(name: str, out: Path, sma
     assert_refused(done, repr(name), "neither a folder here nor a hub id", "expected a checkpoint folder or owner/name")
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nowhere", "'nowhere' is neither a folder here nor a hub id; expected"),
+        ("nowhere/", "'nowhere/' is neither a folder here nor a hub id; expected"),
+        ("qwen2.5-vl", "nor a hub id (did you mean zoo:qwen2.5-vl?); expected"),
+        ("zoo:qwen2.5vl", "did you mean zoo:qwen2.5-vl?"),
+    ],
+)
+def test_the_model_is_looked_up_before_prompts_are_asked_for(name: str, expected: str, out: Path) -> None:
+    assert_refused(CliRunner().invoke(app, ["quantize", name, "--out", str(out)]), expected)
+    assert not out.exists()
+
+
+def test_a_quantized_folder_is_refused_before_prompts_are_asked_for(model: Path, out: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(quantization_config={"quant_method": "gptq"}))
+    assert_refused(CliRunner().invoke(app, ["quantize", str(model), "--out", str(out)]), "quantized already (gptq)")
+
+
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
@@ -281,9 +301,17 @@ def test_a_held_out_manifest_is_checked_alike(small: Path, out: Path, tmp_path: 
     assert not out.exists()
 
 
-def test_a_method_that_learns_needs_prompts(small: Path, out: Path) -> None:
-    done = CliRunner().invoke(app, ["quantize", str(small), "--out", str(out), "--method", "static"])
-    assert_refused(done, "method static needs --calibration")
+@pytest.mark.parametrize("method", ["static", "onptq"])
+def test_a_method_that_learns_needs_prompts(method: str, small: Path, out: Path) -> None:
+    done = CliRunner().invoke(app, ["quantize", str(small), "--out", str(out), "--method", method])
+    assert_refused(done, f"method {method} needs --calibration")
+    assert "hub" not in done.stderr
+    assert not out.exists()
+
+
+def test_nothing_is_fetched_before_the_prompts_are_given(out: Path) -> None:
+    done = CliRunner().invoke(app, ["quantize", "owner/name", "--out", str(out)])
+    assert_refused(done, "method onptq needs --calibration", "'owner/name' is no folder here")
 
 
 def test_pictures_for_a_text_model(text_model: Path, small: Path, out: Path) -> None:
@@ -377,8 +405,39 @@ def test_a_folder_that_holds_something_else_is_left_alone(small: Path, out: Path
 
 def test_a_file_in_the_place_of_the_folder_is_left_alone(small: Path, out: Path) -> None:
     out.write_text("years of work")
-    assert_refused(call(small, out), str(out))
+    assert_refused(call(small, out), f"{out} is a file; expected a folder", "choose another --out")
     assert out.read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--out", "thesis"), "thesis is a file"),
+        (("--out", "full"), "not empty and not a run"),
+        (("--out", "taken"), "in use by another process"),
+        (("--calibration", "gone.jsonl"), "cannot read the manifest gone.jsonl"),
+        (("--holdout", "gone.jsonl"), "cannot read the manifest gone.jsonl"),
+        pytest.param(
+            ("--device", "cuda"),
+            "no usable GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+        ),
+    ],
+)
+def test_what_is_noticed_at_once_is_said_before_anything_is_drawn_or_hashed(
+    more: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis").write_text("years of work")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("years of work")
+    with Run.open(tmp_path / "taken", {"recipe": {}}):
+        before = snapshot(tmp_path)
+        done = CliRunner().invoke(app, ["quantize", "zoo:qwen2.5-vl", *more])
+        assert_refused(done, expected)
+        assert "Draw" not in done.stderr
+        assert "Hash" not in done.stderr
+        assert snapshot(tmp_path) == before
 
 
 def test_the_folder_of_another_run_is_left_alone_and_the_difference_shown(small: Path, out: Path) -> None:

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import onptq
 from onptq.cli import app, quantize
-from onptq.recipe import Recipe
+from onptq.recipe import PRESETS, Recipe
+from onptq.zoo.splits import SPLITS
 
 FORBIDDEN = ("torch", "transformers", "pydantic", "pyarrow", "numpy", "yaml", "PIL")
 
@@ -95,8 +96,8 @@ def test_an_invalid_recipe_exits_2_with_one_error_and_no_traceback(arguments: li
         (["--init", "magic", "--calibration", "p.jsonl"], "init = 'magic'"),
         (["--set", "nothing=1", "--calibration", "p.jsonl"], "unknown field 'nothing'"),
         (["--preset", "huge", "--calibration", "p.jsonl"], "valid: light, default, best, paper"),
-        (["--method", "static"], "method static needs --calibration"),
-        ([], "method onptq needs --calibration"),
+        (["--items", "3"], "give --evaluate, or leave out --items"),
+        (["--items", "3", "--no-evaluate"], "give --evaluate, or leave out --items"),
         (["--quiet", "--json", "--calibration", "p.jsonl"], "one of --quiet and --json"),
     ],
 )
@@ -135,6 +136,23 @@ def test_the_help_says_what_is_chosen_where_nothing_is_given() -> None:
     shown = " ".join(call("quantize", "--help").stdout.replace("│", " ").split())
     for text in ("[default: zoo:qwen2.5-vl]", "zoo for models of the zoo, else default", "400 in all", "(W4A8)"):
         assert text in shown
+
+
+def test_the_help_names_every_start_and_that_of_every_preset() -> None:
+    shown = CliRunner().invoke(app, ["quantize", "--help"], env={"COLUMNS": "400"}).stdout
+    *others, last = get_args(Recipe.model_fields["init"].annotation)
+    assert f"starts from: {', '.join(others)} or {last}." in shown
+    starts = {name: Recipe.preset(name).init for name in PRESETS}
+    usual = starts["default"]
+    different = [name for name, start in starts.items() if start != usual]
+    assert {starts[name] for name in different} == {"search"}
+    assert f"the preset's: {usual}; search in {' and '.join(different)}" in shown
+
+
+def test_the_help_of_zoo_evaluate_names_every_split() -> None:
+    shown = CliRunner().invoke(app, ["zoo", "evaluate", "--help"], env={"COLUMNS": "200"}).stdout
+    assert f"{', '.join(SPLITS[:-1])} or {SPLITS[-1]}." in shown
+    assert "train" in shown
 
 
 def test_set_wins_over_a_named_option() -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import MULTIMODAL, Tiny
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import onptq
 from onptq.bank import MISMATCH, States, read_trajectories
 from onptq.cli import app
-from onptq.cli.compare import _rendered
+from onptq.cli.report_tables import LEFT_OUT, fit, print_table
 from onptq.cycle.compare import compare as compare_states
 from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
@@ -34,6 +37,7 @@ from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 from onptq.evaluate import comparison, hall
 from onptq.evaluate.answers import read_answers
+from onptq.evaluate.beds import SUITES
 from onptq.evaluate.behaviour import compare_rollouts
 from onptq.evaluate.build import checkpoint_bytes, measured_peak
 from onptq.evaluate.candidates import Built, Made, parse_candidates, slug
@@ -640,6 +644,7 @@ def test_the_command_compares_on_manifests_and_prints_tables_and_sentences(small
     assert result.exit_code == 0, result.output
     for text in ("Behaviour", "Cost", "rtn:W3A8 against rtn:W4A8: ", "bootstrap", "Only 4 prompts"):
         assert text in result.stdout
+    assert "against dense:" not in result.stdout  # without items nothing pairs a candidate with the dense model
     again = call("compare", small, "rtn:W4A8", "--out", tmp_path / "out", *common, "--json")
     events = [json.loads(line) for line in again.stdout.splitlines()]
     assert events[-1]["event"] == "result"
@@ -654,6 +659,7 @@ def test_the_command_compares_on_manifests_and_prints_tables_and_sentences(small
         (["rtn:W4A8", "--tasks", "choice,reed", "--prompts", "0"], "unknown task 'reed'"),
         (["search:W4A8", "--tasks", "none"], "need --calibration"),
         (["rtn:W4A8", "--tasks", "none", "--prompts", "0"], "nothing to compare by"),
+        (["rtn:W4A8", "--calibration", "nope.jsonl"], "cannot read the manifest nope.jsonl"),
         (["rtn:W4A8", "--quiet", "--json"], "one of --quiet and --json"),
         (["rtn:W4A8", "--preset", "huge"], "unknown preset"),
         (["rtn:W4A8", "--set", "nothing=1"], "unknown field"),
@@ -669,11 +675,87 @@ def test_the_command_refuses_bad_settings_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def wide_table(names: Sequence[str], columns: Sequence[str]) -> ReportTable:
+    cells = [f"{100 - number:.1f} [{90 - number:.1f}, {100 - number / 2:.1f}]" for number in range(len(columns))]
+    return ReportTable("Answers", ["", *columns], [[name, *cells] for name in names], "What it says.")
+
+
+def shown_in(width: int, table: ReportTable) -> list[str]:
+    console = Console(force_terminal=True, color_system=None, highlight=False, width=width, file=StringIO())
+    print_table(console, table)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue().splitlines()
+
+
 def test_an_interval_that_does_not_fit_beside_its_value_goes_below_it() -> None:
     shown = ReportTable("Behaviour", ["", "KL"], [["rtn:W4A8", "0.1 [0.0, 0.2]"]], "")
-    for stacked, expected in ((False, "0.1 [0.0, 0.2]"), (True, "0.1\n[0.0, 0.2]")):
-        [cell] = list(_rendered(shown, stacked).columns[1].cells)
-        assert cell.plain == expected
+    for width, expected in ((26, "0.1 [0.0, 0.2]"), (25, "0.1\n[0.0, 0.2]"), (21, "0.1")):
+        [found] = fit(shown, width)
+        assert found.rows == [["rtn:W4A8", expected]]
+        assert found.note.strip() == (LEFT_OUT if width == 21 else "")
+
+
+TASKS = ("choice", "read", "answer", "caption", "listen", "speech WER", "spoken caption", "average score", "flips")
+CANDIDATES = tuple(f"{name}:W4A8" for name in ("rtn", "smoothquant", "search+signround", "static", "uniform", "onptq"))
+
+
+@pytest.mark.parametrize("width", [40, 80, 160, 400])
+@pytest.mark.parametrize(
+    "names", [CANDIDATES, ("a folder whose name is longer than a narrow terminal is wide [1, 2]",)]
+)
+def test_no_width_of_a_terminal_cuts_a_number_or_a_word(width: int, names: Sequence[str]) -> None:
+    table = wide_table(names, TASKS)
+    lines = shown_in(width, table)
+    text = "\n".join(lines)
+    assert "…" not in text
+    assert max(map(len, lines)) <= width
+    parts = fit(table, width)
+    assert [title for part in parts for title in part.header[1:]] == list(TASKS)
+    tokens = text.split()
+    for part in parts:
+        for row in part.rows:
+            for cell in row[1:]:
+                assert tokens.count(cell.split()[0]) >= len(names)
+    for word in " ".join(TASKS).split():
+        assert word in tokens
+    assert (LEFT_OUT in " ".join(tokens)) == ("[" not in parts[0].rows[0][1])
+
+
+def test_a_table_in_parts_repeats_the_candidates_and_ends_with_its_note() -> None:
+    lines = shown_in(80, wide_table(CANDIDATES, TASKS))
+    assert [line.strip() for line in lines if "Answers" in line] == ["Answers", "Answers, continued"]
+    for name in CANDIDATES:
+        assert sum(name in line for line in lines) == 2
+    assert lines[-1] == f"What it says. {LEFT_OUT}"
+
+
+def test_the_command_says_where_its_report_is_and_what_it_did_not_run_again(small: Path, tmp_path: Path) -> None:
+    common = ("--tasks", "none", "--manifest", small / "prompts.jsonl", "--prompts", 4, "--set", "follow.max_tokens=4")
+    out = tmp_path / "out"
+    first = call("compare", small, "rtn:W4A8", "rtn:W3A8", "--out", out, *common).stdout.splitlines()
+    assert first[-1] == f"Report: {out / 'report.md'}"
+    assert not any("measured before" in line for line in first)
+    again = call("compare", small, "rtn:W3A8", "rtn:W8A8", "--out", out, *common).stdout.splitlines()
+    assert again[-3:] == [
+        f"Not run again, as measured before in {out}: rtn:W3A8",
+        f"Also shown, as measured before in {out}: rtn:W4A8",
+        f"Report: {out / 'report.md'}",
+    ]
+
+
+def test_a_report_claims_no_split_of_prompts_that_a_manifest_gave(compared: Any) -> None:
+    out, report, _ = compared
+    words = (out / "report.md").read_text()
+    assert f"its own greedy answers to {report['prompts']} prompts, against" in words
+    assert "held-out" not in words
+    assert "test items" not in words
+
+
+def test_help_says_how_many_prompts_and_which_models_suite_main_has() -> None:
+    options = {one.name: one for one in get_command(app).commands["compare"].params}  # type: ignore[attr-defined]
+    assert f"{SUITES['main'].prompts} in suite main" in options["prompts"].show_default
+    for model in SUITES["main"].models:
+        assert model.removesuffix("+outliers") in options["suite"].help
 
 
 def test_help_of_compare_loads_nothing_heavy() -> None:

@@ -6,6 +6,7 @@ import copy
 import fcntl
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -406,7 +407,10 @@ def test_the_command_runs_a_suite_and_says_where_its_tables_are(tmp_path: Path) 
     chosen = ("--methods", "rtn", "--tasks", "answer", "--items", 4, "--prompts", 2, "--out", out)
     result = call("compare", "--suite", "smoke", *chosen)
     assert result.exit_code == 0, result.output
-    assert "suite.md" in result.stdout
+    assert result.stdout.splitlines()[-1] == f"Tables: {out / 'suite.md'}"
+    said = " ".join(result.stdout.split())
+    assert "Only 4 items in a task and 2 prompts: intervals from so few are too narrow" in said
+    assert SUITES["smoke"].caveats[0] in said
     tables = json.loads((out / "suite.json").read_text())
     [bed] = tables["beds"]
     assert (bed["model"], bed["items"], bed["prompts"]) == ("zoo:qwen2.5-vl", {"answer": 4}, 2)
@@ -448,4 +452,17 @@ def test_a_model_that_is_not_installed_is_named_before_anything_runs(
     result = call("compare", "--suite", "main", "--models", "zoo:qwen3-vl", "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert "zoo:qwen3-vl is not part of this installation" in " ".join(result.stderr.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_material_that_cannot_be_drawn_is_named_before_any_bed_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "espeakng_loader", None)
+    chosen = ("--models", "zoo:qwen2.5-vl,zoo:qwen2.5-omni", "--methods", "rtn", "--tasks", "answer")
+    result = call("compare", "--suite", "smoke", *chosen, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert "error: zoo:qwen2.5-omni: speech needs the package espeakng-loader: pip install 'onptq[speech]'" in said
+    assert "--models runs the suite on others" in said
     assert not list(tmp_path.iterdir())

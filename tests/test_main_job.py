@@ -398,7 +398,26 @@ def test_a_name_that_the_zoo_does_not_have_is_refused_first(zoo: Path) -> None:
 
 def test_the_explanation_says_how_many_items_and_that_fewer_word_errors_are_better() -> None:
     tasks = {"choice": {"items": 5, "measure": "accuracy"}, "speech": {"items": 3, "measure": "word errors"}}
-    text = explanation({"arms": {"dense": {"tasks": tasks}}})
+    text = explanation({"arms": {"dense": {"tasks": tasks}}}, 0, False)
     assert "3 to 5 test items" in text
     assert "WER: lower is better" in text
-    assert "WER" not in explanation({"arms": {"dense": {"tasks": {"choice": tasks["choice"]}}}})
+    assert "mismatch" not in text
+    assert "WER" not in explanation({"arms": {"dense": {"tasks": {"choice": tasks["choice"]}}}}, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"calibrate.keep": "best"}, "the 2 held-out prompts that also chose the iterate"),
+        ({"calibrate.keep": "last"}, "2 held-out prompts"),
+        ({"calibrate.keep": "best", "rounds": 0}, "2 held-out prompts"),
+    ],
+)
+def test_table_and_card_say_whether_the_held_out_prompts_also_chose_the_iterate(
+    changes: dict[str, Any], expected: str, zoo: Path
+) -> None:
+    done = call("quantize", "--items", 1, "--init", "rtn", changes=SMALL | changes)
+    assert done.exit_code == 0, done.stderr
+    assert f"the model's own rollouts from {expected}." in " ".join(done.stdout.split())
+    card = (zoo / "qwen2.5-vl-W4A8/README.md").read_text(encoding="utf-8")
+    assert f"the model's own answers to {expected} (" in card

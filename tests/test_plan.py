@@ -361,4 +361,6 @@ def test_a_device_that_is_not_here_is_refused(small: Path) -> None:
 def test_a_model_that_is_not_here_is_an_error_and_no_download() -> None:
     with pytest.raises(OnPTQError, match="uses no network"):
         make_plan("someone/some-model", scheme("W4A8"))
+    with pytest.raises(OnPTQError, match=r"did you mean zoo:qwen2\.5-vl\?"):
+        make_plan("qwen2.5-vl", scheme("W4A8"))
     assert run("someone/some-model").exit_code == 2

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from onptq.errors import OnPTQError
 from onptq.progress import JsonReporter, LoggedReporter, QuietReporter, RichReporter
 from onptq.recipe import Recipe
-from onptq.run import Run, atomically, to_json
+from onptq.run import Run, atomically, check_place, to_json
 
 IDENTITY: dict[str, Any] = {
     "recipe": Recipe().model_dump(),
@@ -152,9 +152,25 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
 def test_a_place_that_cannot_hold_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(OnPTQError, match="file"):
+        with pytest.raises(OnPTQError, match="file is a file; expected a folder"):
             Run.open(path, IDENTITY)
+        with pytest.raises(OnPTQError, match="file is a file; expected a folder"):
+            check_place(path)
     assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_place_is_checked_without_creating_anything(tmp_path: Path) -> None:
+    check_place(tmp_path / "new" / "run")
+    assert list(tmp_path.iterdir()) == []
+    with Run.open(tmp_path, IDENTITY), pytest.raises(OnPTQError, match="in use"):
+        check_place(tmp_path)
+    before = snapshot(tmp_path)
+    check_place(tmp_path)
+    assert snapshot(tmp_path) == before
+    Run.open(tmp_path, IDENTITY).close()
+    (tmp_path / "onptq" / "recipe.yaml").unlink()
+    with pytest.raises(OnPTQError, match="not empty and not a run"):
+        check_place(tmp_path)
 
 
 def test_an_unwritable_parent_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 ADVANCE_SECONDS = 1.0  # JSON lines of one phase come no faster than this
+BEGUN_SECONDS = 2.0  # after which a file, which is given no bar before its end, is told that a phase has begun
 
 
 class Bar(Protocol):
@@ -130,9 +132,16 @@ class RichReporter:
             self._progress.start()
         self._open += 1
         task = self._progress.add_task(name, total=total, count=_count(0, total, unit), rate="", info="")
+        bar = _RichBar(self._progress, task, total, unit)
+        begun = threading.Timer(BEGUN_SECONDS, self.note, [f"{name} has begun"])
+        begun.daemon = True
+        if not self._console.is_terminal:
+            begun.start()
         try:
-            yield _RichBar(self._progress, task, total, unit)
+            yield bar
+            bar.end()
         finally:
+            begun.cancel()
             self._progress.stop_task(task)
             self._open -= 1
             if not self._open:  # nested phases share one display
@@ -172,6 +181,11 @@ class _RichBar:
         if info:
             fields["info"] = "  ".join(f"{name} {_short(value)}" for name, value in info.items())
         self._progress.update(self._task, advance=n, **fields)
+
+    def end(self) -> None:
+        """A phase that ended well and counted nothing had nothing to do: it is not left looking stuck at zero."""
+        if not self._done and self._total:
+            self._progress.update(self._task, completed=self._total, count=_count(self._total, self._total, self._unit))
 
 
 class LoggedReporter:

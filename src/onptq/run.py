@@ -49,12 +49,10 @@ class Run:
         Everything in it decides whether two runs are the same, except `versions` (told to `warn`) and every `source`.
         """
         folder = Path(path)
-        try:
+        with _usable(folder):
             _recorded(folder, identity)  # before anything is created
             (folder / HOME).mkdir(parents=True, exist_ok=True)
             run = cls(folder, _lock(folder))
-        except OSError as error:
-            raise OnPTQError(f"cannot use {folder} for the run: {error.strerror or error}") from error
         try:
             run._begin(_recorded(folder, identity), identity, warn)  # asked again: nobody else changes it from here on
         except BaseException:
@@ -147,6 +145,17 @@ class Run:
                 self.folder.rmdir()
 
 
+def check_place(path: str | Path) -> None:
+    """Refuse a folder that can hold no run, or that another process has now. Nothing is created."""
+    folder = Path(path)
+    with _usable(folder):
+        _record(folder)
+        if not os.access(_nearest(folder), os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if (folder / HOME / LOCK).exists():
+            os.close(_lock(folder))
+
+
 @contextmanager
 def atomically(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside `target` that replaces it, synced to disk, if the block succeeds."""
@@ -199,9 +208,32 @@ def _plain(value: Any) -> Any:
     return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
+@contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OnPTQError(f"cannot use {folder} for the run: {error.strerror or error}") from error
+
+
 def _recorded(folder: Path, identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The identity of the run in `folder`, None if there is no run; refuse what is not ours or not the same."""
-    record = folder / HOME / RECORD
+    there = _record(folder)
+    differences = [] if there is None else difference(_decisive(there), _decisive(_plain(identity)))
+    if differences:
+        raise OnPTQError(
+            f"{folder} holds another run (there -> here):\n  "
+            + "\n  ".join(differences)
+            + "\nUse another --out, or the same settings to continue that run. Nothing was changed"
+        )
+    return there
+
+
+def _record(folder: Path) -> Mapping[str, Any] | None:
+    """What the run in `folder` says it is, None if there is no run; refuse what is not ours."""
+    nearest, record = _nearest(folder), folder / HOME / RECORD
+    if not nearest.is_dir():
+        raise OnPTQError(f"{nearest} is a file; expected a folder for the run: choose another --out")
     if not record.exists():
         if folder.exists() and not _untouched(folder):
             raise OnPTQError(f"{folder} is not empty and not a run (no {HOME}/{RECORD}): choose another --out")
@@ -212,20 +244,18 @@ def _recorded(folder: Path, identity: Mapping[str, Any]) -> Mapping[str, Any] | 
         raise OnPTQError(f"cannot read {record}, which says what the run is: {error}") from error
     if not isinstance(there, Mapping):
         raise OnPTQError(f"cannot read {record}, which says what the run is: expected a mapping")
-    differences = difference(_decisive(there), _decisive(_plain(identity)))
-    if differences:
-        raise OnPTQError(
-            f"{folder} holds another run (there -> here):\n  "
-            + "\n  ".join(differences)
-            + "\nUse another --out, or the same settings to continue that run. Nothing was changed"
-        )
     return there
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the lowest of those above it that is there."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def _untouched(folder: Path) -> bool:
     """Whether `folder` is empty, or holds only what a run killed in its first moment leaves."""
     home = folder / HOME
-    if not folder.is_dir() or any(item != home for item in folder.iterdir()):
+    if any(item != home for item in folder.iterdir()):
         return False
     return not home.exists() or (
         home.is_dir() and all(item.name == LOCK or item.name.startswith(TEMPORARY) for item in home.iterdir())

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from json import loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from onptq.cli import suite as suites
 from onptq.cli.drawing import draw_calibration, draw_items, draw_prompts, largest_data, needs_calibration
 from onptq.cli.quantize import NAMED, ZOO, make_reporter, resolve_recipe, use_one_thread
+from onptq.cli.report_tables import print_table
 from onptq.errors import OnPTQError
-
-if TYPE_CHECKING:
-    from onptq.evaluate.report import ReportTable
 
 PROMPTS = 64
 SPLITS = ("test", "held-out")
@@ -42,7 +41,8 @@ def compare(
     suite: Annotated[
         str | None,
         typer.Option(
-            help="Instead of DENSE and CANDIDATEs: main (tables of all embedded models, schemes and methods) or smoke (a try).",
+            help="Instead of DENSE and CANDIDATEs: main (zoo:qwen2.5-vl and zoo:qwen3-vl, plain and with outliers, and "
+            "zoo:qwen2.5-omni; many schemes and methods) or smoke (a try).",
             rich_help_panel=SUITE_PANEL,
         ),
     ] = None,
@@ -79,7 +79,7 @@ def compare(
         typer.Option(
             min=0,
             help="Prompts on which behaviour is compared, state by state; 0 for none.",
-            show_default=f"{PROMPTS}; 128 in suite main",
+            show_default=f"{PROMPTS}; 512 in suite main",
         ),
     ] = None,
     out: Annotated[
@@ -158,12 +158,16 @@ def compare(
     family = find_source(dense).family.name
     data = largest_data(parsed, recipe.data)
     known, held_out = (
-        draw_calibration(family, calibration, data, of_the_zoo, reporter) if needs_calibration(parsed) else ([], [])
+        draw_calibration(family, calibration, data, of_the_zoo, reporter)
+        if calibration is not None or needs_calibration(parsed)
+        else ([], [])
     )
+    folder = default_out(dense) if out is None else out
+    before = told_before(folder)
     report = comparison.compare(
         dense,
         parsed,
-        default_out(dense) if out is None else out,
+        folder,
         items=draw_items(family, tasks, items, split, reporter),
         prompts=draw_prompts(family, manifest, PROMPTS if prompts is None else prompts, split, data.holdout, reporter),
         calibration=known,
@@ -176,6 +180,7 @@ def compare(
         reporter.result(report)
     elif not quiet:
         print_report(report)
+        print_ending(report, folder, [one.name for one in parsed], before)
 
 
 def default_out(dense: str) -> Path:
@@ -189,16 +194,8 @@ def print_report(report: Mapping[str, Any]) -> None:
     from onptq.evaluate.report import notes, sentences, tables
 
     console = Console(highlight=False)
-    for one in tables(report):
-        table = _rendered(one)
-        widest = console.measure(table, options=console.options.update(width=1000)).maximum
-        if not console.is_terminal:  # a file has no width, and must not lose digits to a guessed one
-            console.width = max(console.width, widest)
-        elif widest > console.width:
-            table = _rendered(one, stacked=True)
-        console.print()
-        console.print(table)
-        console.print(one.note, style="dim", markup=False)
+    for table in tables(report):
+        print_table(console, table)
     console.print()
     for sentence in sentences(report):
         console.print(f"- {sentence}", markup=False)
@@ -207,14 +204,29 @@ def print_report(report: Mapping[str, Any]) -> None:
         console.print(note, style="dim", markup=False)
 
 
-def _rendered(table: ReportTable, stacked: bool = False) -> Any:
-    """With every interval behind its value or, where that is too wide, below it."""
-    from rich.table import Table
-    from rich.text import Text
+def told_before(folder: Path) -> list[str]:
+    """The candidates in the report of an earlier run."""
+    from onptq.evaluate.comparison import REPORT
 
-    rendered = Table(title=table.title, title_justify="left", title_style="bold", box=None, header_style="bold")
-    for number, column in enumerate(table.header):
-        rendered.add_column(column, justify="right" if number else "left", no_wrap=not number)
-    for row in table.rows:
-        rendered.add_row(*(Text(cell.replace(" [", "\n[") if stacked else cell) for cell in row))
-    return rendered
+    try:
+        return list(loads((folder / REPORT).read_text(encoding="utf-8"))["models"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def print_ending(report: Mapping[str, Any], folder: Path, asked: Sequence[str], before: Sequence[str]) -> None:
+    """What was not run again, what is shown though nobody asked for it now, and where all of it is."""
+    from rich.console import Console
+
+    from onptq.evaluate.candidates import DENSE
+    from onptq.evaluate.comparison import WORDS
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print()
+    again = [name for name in asked if name in before]
+    others = [name for name in report["models"] if name in before and name not in (DENSE, *asked)]
+    if again:
+        console.print(f"Not run again, as measured before in {folder}: {', '.join(again)}", markup=False)
+    if others:
+        console.print(f"Also shown, as measured before in {folder}: {', '.join(others)}", markup=False)
+    console.print(f"Report: {folder / WORDS}", markup=False)

@@ -12,7 +12,8 @@ NAMES = {"rtn": "RTN", "onptq": "OnPTQ"}
 ABSENT = "-"
 
 
-def print_comparison(comparison: Mapping[str, Any]) -> None:
+def print_comparison(comparison: Mapping[str, Any], held_out: int, chose: bool) -> None:
+    """`held_out`: how many prompts mismatch and KL come from; `chose`: whether these chose the iterates too."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -21,7 +22,7 @@ def print_comparison(comparison: Mapping[str, Any]) -> None:
         console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
     console.print()
     console.print(table)
-    console.print(explanation(comparison), style="dim", markup=False)
+    console.print(explanation(comparison, held_out, chose), style="dim", markup=False)
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
@@ -49,14 +50,18 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
     return table
 
 
-def explanation(comparison: Mapping[str, Any]) -> str:
+def explanation(comparison: Mapping[str, Any], held_out: int, chose: bool) -> str:
     tasks = comparison["arms"]["dense"]["tasks"].values()
     sizes = sorted({score["items"] for score in tasks})
     per_task = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     errors = " (WER: lower is better, not in the average)" if any(s["measure"] == "word errors" for s in tasks) else ""
+    text = f"Scores in % on {per_task} test items per task{errors}. flips: answers that turned right or wrong against dense."
+    if not held_out:
+        return text
+    which = "the {} held-out prompts that also chose the iterate" if chose else "{} held-out prompts"
     return (
-        f"Scores in % on {per_task} test items per task{errors}. flips: answers that turned right or wrong against dense. "
-        "mismatch, KL: next-token decisions and distributions against dense, on the model's own rollouts."
+        f"{text} mismatch, KL: next-token decisions and distributions against dense, on the model's own rollouts from "
+        f"{which.format(held_out)}."
     )
 
 

@@ -64,8 +64,9 @@ def quantize(
     init: Annotated[
         str | None,
         typer.Option(
-            help="What calibration starts from: search, rtn, smoothquant, awq, mbq, qig, masquant, blockwise or gptq.",
-            show_default="search",
+            help="What calibration starts from: search, rtn, smoothquant, awq, mbq, qig, masquant, blockwise, gptq, "
+            "signround, search+gptq or search+signround.",
+            show_default="the preset's: search+signround; search in light and paper",
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all that is random.")] = None,
@@ -88,28 +89,50 @@ def quantize(
 ) -> None:
     """Quantize MODEL. Killed at any moment, the same command continues; given again, it shows the finished run."""
     of_the_zoo = model.startswith(ZOO)
+    evaluated = of_the_zoo if evaluate is None else evaluate
+    if items is not None and not evaluated:
+        raise OnPTQError("--items is for an evaluation, and there is none here: give --evaluate, or leave out --items")
     if of_the_zoo and recipe is None and preset is None:
         preset = "zoo"
     options = {"scheme": scheme, "method": method, "init": init, "seed": seed, "compute.device": device}
     resolved = resolve_recipe(preset, recipe, options, changes or [])
-    if calibration is None and resolved.method != "rtn" and not of_the_zoo:
-        raise OnPTQError(f"method {resolved.method} needs --calibration PROMPTS, a .jsonl or .parquet manifest")
     reporter = make_reporter(quiet, json)
     if of_the_zoo:
         use_one_thread()
+    folder = default_out(model, resolved) if out is None else out
+    _check_first(model, folder, resolved, calibration, holdout)
     given: dict[str, Any] = {"calibration": calibration, "holdout": holdout}
     if of_the_zoo and calibration is None:
         given |= _drawn_prompts(model, resolved, holdout, reporter)
-    if of_the_zoo if evaluate is None else evaluate:
+    if evaluated:
         given["evaluation"] = _drawn_items(model, items, reporter)
 
     import onptq
 
-    folder = default_out(model, resolved) if out is None else out
     result = onptq.quantize(model, folder, recipe=resolved, reporter=reporter, verify=verify, **given)
     reporter.result(result.summary if json else dict(overview(result.summary, result.path)))
     if "comparison" in result.summary and not quiet and not json:
-        print_comparison(result.summary["comparison"])
+        chose = resolved.rounds > 0 and resolved.calibrate.keep == "best"
+        print_comparison(result.summary["comparison"], result.summary["prompts"]["holdout"], chose)
+
+
+def _check_first(model: str, out: Path, recipe: Recipe, calibration: Path | None, holdout: Path | None) -> None:
+    """What can be noticed at once, the model first, before anything is fetched, drawn or hashed."""
+    from onptq.export.compressed import check_apart
+    from onptq.models.loading import choose_device, find_source, is_hub_id
+    from onptq.run import check_place
+
+    fetched = is_hub_id(model)
+    if not fetched:
+        check_apart(find_source(model).folder, out)
+    if calibration is None and recipe.method != "rtn" and not model.startswith(ZOO):
+        absent = f"; {model!r} is no folder here and would be fetched from the hub" if fetched else ""
+        raise OnPTQError(f"method {recipe.method} needs --calibration PROMPTS, a .jsonl or .parquet manifest{absent}")
+    for manifest in (calibration, holdout):
+        if manifest is not None and not manifest.exists():
+            raise OnPTQError(f"cannot read the manifest {manifest}: no such file; expected a .jsonl or .parquet file")
+    choose_device(recipe.compute.device)
+    check_place(out)
 
 
 def default_out(model: str, recipe: Recipe) -> Path:

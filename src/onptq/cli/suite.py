@@ -57,6 +57,7 @@ def run(
     reporter: Reporter,
 ) -> dict[str, Any]:
     from onptq.evaluate.beds import SUITES, Material, run_suite
+    from onptq.progress import QuietReporter
 
     if name not in SUITES:
         raise OnPTQError(f"--suite {name}: unknown suite; expected one of {', '.join(SUITES)}")
@@ -76,11 +77,16 @@ def run(
             holdout,
         )
 
+    def check(family: str) -> None:
+        draw_items(family, chosen.tasks, 1, chosen.split, QuietReporter())
+        draw_prompts(family, None, 1, chosen.split, 0, QuietReporter())
+
     return run_suite(
         suite,
         out or default_out(name),
         draw,
         recipe,
+        check=check,
         models=_listed("--models", chosen.models),
         schemes=_listed("--schemes", chosen.schemes),
         methods=_listed("--methods", chosen.methods),
@@ -91,10 +97,11 @@ def run(
 
 
 def print_goals(tables: Mapping[str, Any], out: Path) -> None:
-    """The goals in words; the tables themselves are too wide for a terminal."""
+    """The goals in words, and how far they can be believed; the tables themselves are too wide for a terminal."""
     from rich.console import Console
 
-    from onptq.evaluate.beds import WORDS
+    from onptq.evaluate.beds import SUITES, WORDS
+    from onptq.evaluate.report import caveats
     from onptq.evaluate.suite_tables import told_goals
 
     console = Console(highlight=False)
@@ -102,7 +109,10 @@ def print_goals(tables: Mapping[str, Any], out: Path) -> None:
     for line in told_goals(tables):
         console.print(line.removeprefix("### "), style="bold" if line.startswith("###") else None, markup=False)
     console.print()
-    console.print(f"Tables: {out / WORDS}", markup=False)
+    believed = [note for bed in tables["beds"] for note in caveats(bed["items"], bed["prompts"])]
+    for note in dict.fromkeys([*SUITES[tables["suite"]].caveats, *believed]):
+        console.print(note, style="dim", markup=False)
+    console.print(f"Tables: {out / WORDS}", markup=False, soft_wrap=True)
 
 
 def _listed(option: str, text: str | None) -> list[str]:

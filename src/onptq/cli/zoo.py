@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onptq.errors import OnPTQError
+from onptq.zoo.splits import SPLITS
 
 if TYPE_CHECKING:
     from onptq.data.prompts import Prompt
@@ -57,7 +58,7 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="A name that `onptq zoo list` shows, or the folder of such a model.")],
     tasks: Annotated[list[str] | None, typer.Option("--task", help="Only this task; repeatable.")] = None,
     items: Annotated[int | None, typer.Option(min=1, help="Items per task; the whole split unless given.")] = None,
-    split: Annotated[str, typer.Option(help="calibration, held-out or test.")] = "test",
+    split: Annotated[str, typer.Option(help=f"{', '.join(SPLITS[:-1])} or {SPLITS[-1]}.")] = "test",
     real: Annotated[
         bool, typer.Option("--real", help="Recorded speech and described pictures instead, where they are installed.")
     ] = False,

@@ -116,7 +116,9 @@ class Cycle:
 
         def compute() -> States:
             states = self._compare(compared, f"Compare {k + 1}", self.prefixes, trajectories)
-            total = int(states.candidates.sum())
+            total = int(states.candidates.sum()) if self.recipe.calibrate.gamma else 0
+            if not total:
+                return weigh(self.prefixes, trajectories, states, self.recipe, k)
             with self.reporter.phase(f"Branch {k + 1}", total=total, unit="candidates") as bar:
                 return weigh(self.prefixes, trajectories, states, self.recipe, k, bar.advance)
 

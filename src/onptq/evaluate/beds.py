@@ -38,6 +38,7 @@ class Suite:
     prompts: int  # on which behaviour is compared
     preset: str = "default"
     changes: tuple[str, ...] = ()  # of that preset
+    caveats: tuple[str, ...] = ()  # to be told with its goals
 
 
 METHODS = (
@@ -72,6 +73,9 @@ SUITES = {
             prompts=8,
             preset="zoo",
             changes=("data.prompts=8", "data.holdout=4", "calibrate.epochs=1", "follow.max_tokens=24"),
+            caveats=(
+                "A try: calibrated once over a handful of prompts, too little for goals to say anything of a method.",
+            ),
         ),
     )
 }
@@ -97,18 +101,20 @@ def run_suite(
     schemes: Sequence[str] = (),
     methods: Sequence[str] = (),
     seeds: Sequence[int] = (),
+    check: Callable[[str], object] = lambda family: None,
     critical: bool = False,
     replicates: int = REPLICATES,
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
     """Run the beds of the suite, or some of its `models`, `schemes` and `methods`, and write the tables of all in `out`.
 
-    `draw` gives the material of a model family. `seeds` are further seeds of the methods that have one.
+    `draw` gives the material of a model family, and `check` raises, before any bed is run, where that cannot be drawn. `seeds`
+    are further seeds of the methods that have one.
     """
     reporter, folder = reporter or QuietReporter(), Path(out)
     names = candidate_names(methods or suite.methods, schemes or suite.schemes, recipe.seed, seeds)
     candidates = parse_candidates(names, recipe)
-    families = {model: _family(model) for model in dict.fromkeys(models or suite.models)}
+    families = {model: _family(model, check) for model in dict.fromkeys(models or suite.models)}
     for model, family in families.items():
         named = NamedReporter(reporter, model) if len(families) > 1 else reporter
         material = draw(family, named)
@@ -156,11 +162,16 @@ def write_tables(suite: Suite, out: Path) -> dict[str, Any]:
     return tables
 
 
-def _family(model: str) -> str:
+def _family(model: str, check: Callable[[str], object]) -> str:
     try:
-        return find_source(model).family.name
+        family = find_source(model).family.name
     except OnPTQError as error:
         raise OnPTQError(f"{error}. --models runs the suite on those that are there") from error
+    try:
+        check(family)
+    except OnPTQError as error:
+        raise OnPTQError(f"{model}: {error}. --models runs the suite on others") from error
+    return family
 
 
 @contextmanager

@@ -40,8 +40,8 @@ def tables(report: Mapping[str, Any]) -> list[ReportTable]:
 
 
 def sentences(report: Mapping[str, Any]) -> list[str]:
-    """One for every pair: what can be told apart, and what cannot."""
-    return [sentence(pair, report) for pair in report["pairs"]]
+    """One for every pair of which something was measured: what can be told apart, and what cannot."""
+    return [said for pair in report["pairs"] if (said := sentence(pair, report))]
 
 
 def sentence(pair: Mapping[str, Any], report: Mapping[str, Any]) -> str:
@@ -53,7 +53,8 @@ def sentence(pair: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     start = f"{pair['second']} against {pair['first']}: "
     if set(told) == {"same"}:
         return f"{start}no difference in anything measured."
-    return start + "; ".join((*claims, *_against_dense(pair, report))) + "."
+    claims += _against_dense(pair, report)
+    return f"{start}{'; '.join(claims)}." if claims else ""
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
@@ -68,12 +69,17 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     ]
     if not report["all_paired"]:
         found.append("So many candidates are paired with the dense model and with those of the same scheme alone.")
-    few = [f"{count} {what}" for what, count in _clusters(report) if 0 < count < FEW]
-    if few:
-        found.append(
-            f"Only {' and '.join(few)}: intervals from so few are too narrow, take more before believing them."
-        )
-    return found
+    tasks = report["models"][DENSE].get("tasks", {})
+    return found + caveats({task: score["items"] for task, score in tasks.items()}, report["prompts"])
+
+
+def caveats(items: Mapping[str, int], prompts: int) -> list[str]:
+    """What is to be said where there are too few `items` in a task, or `prompts`."""
+    clusters = {"items in a task": min(items.values(), default=0), "prompts": prompts}
+    few = [f"{count} {what}" for what, count in clusters.items() if 0 < count < FEW]
+    if not few:
+        return []
+    return [f"Only {' and '.join(few)}: intervals from so few are too narrow, take more before believing them."]
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -103,7 +109,7 @@ def _scores(report: Mapping[str, Any]) -> ReportTable:
     sizes = ", ".join(f"{task} {score['items']}" for task, score in models[DENSE]["tasks"].items())
     word_errors = " WER: lower is better, not in the average." if _any_word_errors(models[DENSE]) else ""
     note = (
-        f"Scores in % of test items ({sizes}).{word_errors} flips: answers that turned right or wrong against dense; "
+        f"Scores in % of items ({sizes}).{word_errors} flips: answers that turned right or wrong against dense; "
         "changed: answers with another text."
     )
     return ReportTable("Answers", header, rows, note)
@@ -120,7 +126,7 @@ def _behaviour(report: Mapping[str, Any]) -> ReportTable:
         if name != DENSE
     ]
     note = (
-        f"Each candidate on its own greedy answers to {report['prompts']} held-out prompts, against the dense model on the same "
+        f"Each candidate on its own greedy answers to {report['prompts']} prompts, against the dense model on the same "
         "token ids. KL, JS in nats and erosion in logits, per token; first fork: tokens until the first decision that differs."
     )
     return ReportTable("Behaviour", header, rows, f"{note} {CRITICAL_NOTE}" if critical else note)
@@ -173,12 +179,6 @@ def _estimate(figures: Mapping[str, Any], known: Mapping[str, Any], name: str) -
     digits = known[name]["digits"]
     shown = f"{found['value']:.{digits}f}"
     return shown if found["low"] is None else f"{shown} [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
-
-
-def _clusters(report: Mapping[str, Any]) -> list[tuple[str, int]]:
-    tasks = report["models"][DENSE].get("tasks", {})
-    smallest = min((score["items"] for score in tasks.values()), default=0)
-    return [("items in a task", smallest), ("prompts", report["prompts"])]
 
 
 def _any_word_errors(model: Mapping[str, Any]) -> bool:

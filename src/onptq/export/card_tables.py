@@ -12,10 +12,11 @@ import numpy as np
 
 from onptq.bank import MISMATCH, States
 from onptq.evaluate.statistics import CONFIDENCE, Interval, Measure, Part, Resampler
+from onptq.recipe import Recipe
 
 DENSE = "dense"
 NAMES = {DENSE: "source", "rtn": "plain rounding", "static": "static control", "onptq": "OnPTQ"}
-ANSWERS, COMPARISON, STATES = "answers.parquet", "comparison.json", ("final", "holdout.parquet")
+RECORD, ANSWERS, COMPARISON, STATES = "recipe.yaml", "answers.parquet", "comparison.json", ("final", "holdout.parquet")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Results:
     arms: Mapping[str, Mapping[str, Interval]]
     items: int
     states: int
+    prompts: int = 0  # held out, where the states were visited
+    chose: bool = False  # whether these prompts chose the iterate too
 
 
 def read_results(home: Path, method: str, seed: int = 0) -> Results | None:
@@ -32,18 +35,19 @@ def read_results(home: Path, method: str, seed: int = 0) -> Results | None:
     resampler = Resampler(seed)
     answers, kinds = _answers(home / ANSWERS), _kinds(home / COMPARISON)
     arms: dict[str, dict[str, Interval]] = {}
-    states = 0
+    states = prompts = 0
     for arm in answers or {method: []}:
         figures = {name: resampler.estimate(measure) for name, measure in _task_measures(answers, kinds, arm)}
         held_out = home.joinpath(*(() if arm == method else (arm,)), *STATES)
         if arm != DENSE and held_out.is_file():
             table = States.read(held_out)
-            states = len(table) if arm == method else states
+            if arm == method:
+                states, prompts = len(table), len(np.unique(table.prompt))
             figures |= {name: resampler.estimate(measure) for name, measure in _behaviour_measures(table)}
         if figures:
             arms[arm] = figures
     items = len({row["item"] for row in answers.get(DENSE, ())})
-    return Results(arms, items, states) if arms else None
+    return Results(arms, items, states, prompts, _chose(home / RECORD)) if arms else None
 
 
 def measured(results: Results | None) -> str:
@@ -61,6 +65,14 @@ def not_measured(results: Results | None) -> str:
     if results is None or not results.items:
         return f"Not measured: accuracy on any task, {speed}."
     return f"Not measured: any task but those above, {speed}."
+
+
+def _chose(record: Path) -> bool:
+    """Whether the held-out prompts of the recorded run chose among its iterates."""
+    if not record.is_file():
+        return False
+    recipe = Recipe.from_yaml(record)
+    return recipe.rounds > 0 and recipe.calibrate.keep == "best"
 
 
 def _answers(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -127,8 +139,9 @@ def _explained(results: Results, columns: Sequence[str]) -> str:
     if "flips %" in columns:
         said.append("flips: answers that turned right or wrong against the source.")
     if results.states:
+        which = "the {} held-out prompts that also chose the iterate" if results.chose else "{} held-out prompts"
         said.append(
             "mismatch, KL (nats): next-token decisions and distributions against the source, on the model's own answers "
-            f"to held-out prompts ({results.states:,} states)."
+            f"to {which.format(results.prompts)} ({results.states:,} states)."
         )
     return " ".join(said)

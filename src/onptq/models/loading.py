@@ -100,6 +100,12 @@ def find_source(model: str | Path) -> Source:
     return source
 
 
+def is_hub_id(model: str) -> bool:
+    """Whether `model` has to be fetched: no folder here, and of the form `owner/name`."""
+    somewhere = model.startswith((".", "/", *CATALOGED)) or model.endswith("/")
+    return model.count("/") == 1 and not somewhere and not Path(model).is_dir()
+
+
 def _check_shard(shard: Path) -> None:
     try:
         with safe_open(shard, "pt"):
@@ -171,8 +177,12 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        raise OnPTQError(f"{name!r} is neither a folder here nor a hub id; expected a checkpoint folder or owner/name")
+    if not is_hub_id(name):
+        from onptq.zoo.catalog import did_you_mean
+
+        raise OnPTQError(
+            f"{name!r} is neither a folder here nor a hub id{did_you_mean(name)}; expected a checkpoint folder or owner/name"
+        )
     try:
         return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

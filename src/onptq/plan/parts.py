@@ -16,6 +16,7 @@ from onptq.export.shapes import disagreements
 from onptq.models.family import Family, text_config, thinker_config
 from onptq.models.loading import CATALOGED, Source, find_source
 from onptq.schemes import Scheme
+from onptq.zoo.catalog import did_you_mean
 
 LINEARS, EMBEDDINGS, VISION, AUDIO, OTHER_MODELS, OTHER = (
     "decoder linears",
@@ -90,8 +91,8 @@ def locate(model: str | Path) -> Source:
         folder = snapshot_download(str(model), local_files_only=True)
     except (HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise OnPTQError(
-            f"{str(model)!r} is neither a folder nor a downloaded hub id, and a plan uses no network: expected a checkpoint "
-            "folder, a name of `onptq zoo list`, or a hub id that has been downloaded"
+            f"{str(model)!r} is neither a folder nor a downloaded hub id{did_you_mean(str(model))}, and a plan uses no network: "
+            "expected a checkpoint folder, a name of `onptq zoo list`, or a hub id that has been downloaded"
         ) from error
     return find_source(folder)
 

