@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import onptq.kernels.activations
 import onptq.kernels.decisions
-import onptq.kernels.fake_quantize
+import onptq.kernels.weights
 from onptq import kernels
 from onptq.bank import Trajectory
 from onptq.cycle.compare import Decisions, compare, decide, pair_margin
@@ -370,7 +371,7 @@ def test_the_cycle_computes_the_same_with_kernels_and_without(
     small: Path, choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: set[str] = set()
-    for module in (onptq.kernels.decisions, onptq.kernels.fake_quantize):
+    for module in (onptq.kernels.activations, onptq.kernels.decisions, onptq.kernels.weights):
         for name in ("decide_states", "kl_of_states", "margin_of_states", "fake_quantize_rows", "fake_quantize_tokens"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, _noting(getattr(module, name), name, ran))

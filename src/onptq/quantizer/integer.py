@@ -82,7 +82,7 @@ def cast_through(x: Tensor, dtype: torch.dtype) -> Tensor:
 def fake_quantize_activations(x: Tensor, bits: int) -> Tensor:
     """Dynamic, symmetric, one step per token; x is [..., tokens, channels]."""
     if kernels.fit(x):
-        from onptq.kernels.fake_quantize import fake_quantize_tokens
+        from onptq.kernels.activations import fake_quantize_tokens
 
         return fake_quantize_tokens(x, bits)
     return FakeQuantize.apply(x, token_steps(x, bits), None, None, bits, x.dtype)  # type: ignore[no-untyped-call, no-any-return]

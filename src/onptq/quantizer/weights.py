@@ -47,7 +47,7 @@ def fake_quantize_weight(
         return cast_through(weight, storage).to(dtype)
     grouped, offset = _grouped(weight, log_ratio), None if offset is None else _grouped(offset, log_ratio)
     if {storage, dtype} <= kernels.DTYPES and kernels.fit(grouped, log_ratio, offset, dtypes={torch.float32}):
-        from onptq.kernels.fake_quantize import fake_quantize_rows
+        from onptq.kernels.weights import fake_quantize_rows
 
         grid = scheme.weight_bits, scheme.symmetric, storage, dtype
         return fake_quantize_rows(grouped, log_ratio.exp(), offset, *grid).view_as(weight)

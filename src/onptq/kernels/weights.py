@@ -1,7 +1,6 @@
-"""Fake-quantization in one pass over memory each way: `quantizer.weights.fake_quantize_weight` and
-`quantizer.integer.fake_quantize_activations`, operation for operation.
+"""`quantizer.weights.fake_quantize_weight` in one pass over memory each way, operation for operation.
 
-Forward values are those of the plain functions bit for bit: the same order of operations, a division that is one, every
+Forward values are those of the plain function bit for bit: the same order of operations, a division that is one, every
 intermediate rounded to the dtype the plain tensor would have. Gradients differ by the order of fp32 sums only.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -17,12 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onptq.kernels import launching_on
+from onptq.kernels.tiles import WARPS, rounded, saturated, sign, tiles
 from onptq.quantizer.integer import code_range
 from onptq.quantizer.weights import OFF_TIE
 
-TILE = 2048  # elements of a program's tile
-WIDEST = 1024  # columns of a tile
-WARPS = 8
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -37,11 +34,6 @@ def fake_quantize_rows(
 ) -> Tensor:
     """Smoothed fp32 weights [O, G, I / G] with step ratios [O, G] and offsets like the weights, to `dtype`."""
     return _Rows.apply(weight, ratio, offset, bits, symmetric, storage, dtype)  # type: ignore[no-any-return]
-
-
-def fake_quantize_tokens(x: Tensor, bits: int) -> Tensor:
-    """Dynamic, symmetric, one step per token; x is [..., tokens, channels]."""
-    return _Tokens.apply(x, bits)  # type: ignore[no-any-return]
 
 
 class _Rows(torch.autograd.Function):
@@ -71,7 +63,7 @@ class _Rows(torch.autograd.Function):
             "STORAGE": TRITON_DTYPES[storage],
             "OFFSET": offset is not None,
         }
-        grid, shape = _tiles(weight)
+        grid, shape = tiles(weight)
         with launching_on(weight):
             _rows_forward[grid](weight, ratio, offset, out, top, bottom, **shape, **ctx.grid, num_warps=WARPS)
         ctx.save_for_backward(weight, ratio, offset, top, bottom)
@@ -84,7 +76,7 @@ class _Rows(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[0] else None
         grad_offset = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
         grad_ratio = torch.empty_like(ratio)
-        grid, shape = _tiles(weight)
+        grid, shape = tiles(weight)
         with launching_on(weight):
             _rows_backward[grid](
                 grad.contiguous(),
@@ -103,57 +95,6 @@ class _Rows(torch.autograd.Function):
                 num_warps=WARPS,
             )
         return grad_weight, grad_ratio, grad_offset, None, None, None, None
-
-
-class _Tokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bits: int) -> Tensor:
-        x = x.contiguous()
-        out, top = torch.empty_like(x), x.new_empty(x.shape[:-1])
-        low, high = code_range(bits)
-        ctx.grid = {"LOW": low, "HIGH": high, "HALF": (2**bits - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
-        grid, shape = _tiles(x)
-        with launching_on(x):
-            _tokens_forward[grid](x, out, top, **shape, **ctx.grid, num_warps=WARPS)
-        ctx.save_for_backward(x, top)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x, top = ctx.saved_tensors
-        grad_x = torch.empty_like(x)
-        grid, shape = _tiles(x)
-        with launching_on(x):
-            _tokens_backward[grid](grad.contiguous(), x, top, grad_x, **shape, **ctx.grid, num_warps=WARPS)
-        return grad_x, None
-
-
-def _tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    """One program per few whole rows of [..., width]; a row longer than a tile is walked along."""
-    width = x.shape[-1]
-    rows = x.numel() // width
-    columns = min(WIDEST, triton.next_power_of_2(width))
-    held = min(TILE // columns, triton.next_power_of_2(rows))
-    return (triton.cdiv(rows, held),), {"rows": rows, "WIDTH": width, "ROWS": held, "COLUMNS": columns}
-
-
-@triton.jit
-def _saturated(v, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Comparisons, so that a NaN stays one."""
-    v = tl.where(v < LOW, LOW * 1.0, v)
-    return tl.where(v > HIGH, HIGH * 1.0, v)
-
-
-@triton.jit
-def _rounded(v):
-    """Half to even: at 1.5 * 2^23 the spacing of fp32 is 1, so the sum rounds to an integer. Exact below 2^22."""
-    return (v + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _sign(x):
-    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
 
 
 @triton.jit
@@ -176,7 +117,7 @@ def _row_grid(
     free = step != 0
     step = tl.where(free, step, EPS)
     if not SYMMETRIC:
-        zero = _saturated(_rounded(LOW - tl.div_rn(ratio * bottom, step)), LOW, HIGH)
+        zero = saturated(rounded(LOW - tl.div_rn(ratio * bottom, step)), LOW, HIGH)
     return span, free, step, zero
 
 
@@ -230,7 +171,7 @@ def _rows_forward(
             v = v + shift
         elif not SYMMETRIC:
             v = v + zero[:, None]
-        code = _rounded(_saturated(v, LOW, HIGH)) - zero[:, None]
+        code = rounded(saturated(v, LOW, HIGH)) - zero[:, None]
         out = code.to(dtype).to(tl.float32) * factor
         tl.store(out_ptr + start + first + column, out.to(dtype), mask=inside)
 
@@ -282,7 +223,7 @@ def _rows_backward(
         elif not SYMMETRIC:
             v = v + zero[:, None]
         free_code = (v >= LOW) & (v <= HIGH)
-        code = _rounded(_saturated(v, LOW, HIGH)) - zero[:, None]
+        code = rounded(saturated(v, LOW, HIGH)) - zero[:, None]
         grad_steps += grad * tl.where(free_code, code - scaled, code)
         if WANT_OFFSET:
             grad_offset = tl.where(free_code, grad, 0.0) * step[:, None]
@@ -313,93 +254,8 @@ def _rows_backward(
                 v = v + zero[:, None]
             grad_weight = tl.where((v >= LOW) & (v <= HIGH), grad, 0.0)
             if SYMMETRIC:
-                grad_weight += tl.where(tl.abs(w) == top[:, None], _sign(w) * per_top[:, None], 0.0)
+                grad_weight += tl.where(tl.abs(w) == top[:, None], sign(w) * per_top[:, None], 0.0)
             else:
                 grad_weight += tl.where(w == top[:, None], per_top[:, None], 0.0)
                 grad_weight += tl.where(w == bottom[:, None], per_bottom[:, None], 0.0)
             tl.store(grad_weight_ptr + start + first + column, grad_weight, mask=inside)
-
-
-@triton.jit
-def _token_step(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr):
-    """Step of each token in the activations' dtype, and whether it follows from the token."""
-    step = tl.div_rn(top, tl.full(top.shape, HALF, tl.float32)).to(DTYPE).to(tl.float32)
-    return tl.where(step == 0, EPS, step), step != 0
-
-
-@triton.jit
-def _tokens_forward(
-    x_ptr,
-    out_ptr,
-    top_ptr,
-    rows,
-    WIDTH: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HALF: tl.constexpr,
-    EPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_in = row < rows
-    start = row.to(tl.int64)[:, None] * WIDTH
-    column = tl.arange(0, COLUMNS)[None, :]
-    dtype = x_ptr.dtype.element_ty
-    tops = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
-        x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        tops = tl.maximum(tops, tl.abs(x))
-    top = tl.max(tops, 1)
-    tl.store(top_ptr + row, top.to(dtype), mask=row_in)
-    step, _ = _token_step(top, HALF, EPS, dtype)
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
-        x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        v = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape)).to(dtype).to(tl.float32)
-        out = _rounded(_saturated(v, LOW, HIGH)) * step[:, None]
-        tl.store(out_ptr + start + first + column, out.to(dtype), mask=inside)
-
-
-@triton.jit
-def _tokens_backward(
-    grad_ptr,
-    x_ptr,
-    top_ptr,
-    grad_x_ptr,
-    rows,
-    WIDTH: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HALF: tl.constexpr,
-    EPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_in = row < rows
-    start = row.to(tl.int64)[:, None] * WIDTH
-    column = tl.arange(0, COLUMNS)[None, :]
-    dtype = x_ptr.dtype.element_ty
-    top = tl.load(top_ptr + row, mask=row_in, other=0.0).to(tl.float32)
-    step, free = _token_step(top, HALF, EPS, dtype)
-    grad_steps = tl.zeros([ROWS, COLUMNS], tl.float32)
-    tops = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
-        x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        v = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape)).to(dtype).to(tl.float32)
-        code = _rounded(_saturated(v, LOW, HIGH))
-        grad_steps += grad * tl.where((v >= LOW) & (v <= HIGH), code - v, code)
-        tops += tl.where(inside & (tl.abs(x) == top[:, None]), 1.0, 0.0)
-    per_top = tl.where(free, tl.sum(grad_steps, 1) / HALF, 0.0) / tl.maximum(tl.sum(tops, 1), 1.0)
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
-        x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        v = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape)).to(dtype).to(tl.float32)
-        grad_x = tl.where((v >= LOW) & (v <= HIGH), grad, 0.0)
-        grad_x += tl.where(tl.abs(x) == top[:, None], _sign(x) * per_top[:, None], 0.0)
-        tl.store(grad_x_ptr + start + first + column, grad_x.to(dtype), mask=inside)

@@ -1,0 +1,130 @@
+"""`quantizer.integer.fake_quantize_activations` in one pass over memory each way, as exactly as `kernels.weights`."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from onptq.kernels import launching_on
+from onptq.kernels.tiles import WARPS, rounded, saturated, sign, tiles
+from onptq.quantizer.integer import code_range
+
+
+def fake_quantize_tokens(x: Tensor, bits: int) -> Tensor:
+    """Dynamic, symmetric, one step per token; x is [..., tokens, channels]."""
+    return _Tokens.apply(x, bits)  # type: ignore[no-any-return]
+
+
+class _Tokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bits: int) -> Tensor:
+        x = x.contiguous()
+        out, top = torch.empty_like(x), x.new_empty(x.shape[:-1])
+        low, high = code_range(bits)
+        ctx.grid = {"LOW": low, "HIGH": high, "HALF": (2**bits - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
+        grid, shape = tiles(x)
+        with launching_on(x):
+            _tokens_forward[grid](x, out, top, **shape, **ctx.grid, num_warps=WARPS)
+        ctx.save_for_backward(x, top)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, top = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        grid, shape = tiles(x)
+        with launching_on(x):
+            _tokens_backward[grid](grad.contiguous(), x, top, grad_x, **shape, **ctx.grid, num_warps=WARPS)
+        return grad_x, None
+
+
+@triton.jit
+def _token_step(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr):
+    """Step of each token in the activations' dtype, and whether it follows from the token."""
+    step = tl.div_rn(top, tl.full(top.shape, HALF, tl.float32)).to(DTYPE).to(tl.float32)
+    return tl.where(step == 0, EPS, step), step != 0
+
+
+@triton.jit
+def _tokens_forward(
+    x_ptr,
+    out_ptr,
+    top_ptr,
+    rows,
+    WIDTH: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    HALF: tl.constexpr,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_in = row < rows
+    start = row.to(tl.int64)[:, None] * WIDTH
+    column = tl.arange(0, COLUMNS)[None, :]
+    dtype = x_ptr.dtype.element_ty
+    tops = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, WIDTH, COLUMNS):
+        inside = row_in[:, None] & (first + column < WIDTH)
+        x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
+        tops = tl.maximum(tops, tl.abs(x))
+    top = tl.max(tops, 1)
+    tl.store(top_ptr + row, top.to(dtype), mask=row_in)
+    step, _ = _token_step(top, HALF, EPS, dtype)
+    for first in range(0, WIDTH, COLUMNS):
+        inside = row_in[:, None] & (first + column < WIDTH)
+        x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
+        v = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape)).to(dtype).to(tl.float32)
+        out = rounded(saturated(v, LOW, HIGH)) * step[:, None]
+        tl.store(out_ptr + start + first + column, out.to(dtype), mask=inside)
+
+
+@triton.jit
+def _tokens_backward(
+    grad_ptr,
+    x_ptr,
+    top_ptr,
+    grad_x_ptr,
+    rows,
+    WIDTH: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    HALF: tl.constexpr,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_in = row < rows
+    start = row.to(tl.int64)[:, None] * WIDTH
+    column = tl.arange(0, COLUMNS)[None, :]
+    dtype = x_ptr.dtype.element_ty
+    top = tl.load(top_ptr + row, mask=row_in, other=0.0).to(tl.float32)
+    step, free = _token_step(top, HALF, EPS, dtype)
+    grad_steps = tl.zeros([ROWS, COLUMNS], tl.float32)
+    tops = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, WIDTH, COLUMNS):
+        inside = row_in[:, None] & (first + column < WIDTH)
+        x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
+        v = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape)).to(dtype).to(tl.float32)
+        code = rounded(saturated(v, LOW, HIGH))
+        grad_steps += grad * tl.where((v >= LOW) & (v <= HIGH), code - v, code)
+        tops += tl.where(inside & (tl.abs(x) == top[:, None]), 1.0, 0.0)
+    per_top = tl.where(free, tl.sum(grad_steps, 1) / HALF, 0.0) / tl.maximum(tl.sum(tops, 1), 1.0)
+    for first in range(0, WIDTH, COLUMNS):
+        inside = row_in[:, None] & (first + column < WIDTH)
+        x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
+        v = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape)).to(dtype).to(tl.float32)
+        grad_x = tl.where((v >= LOW) & (v <= HIGH), grad, 0.0)
+        grad_x += tl.where(tl.abs(x) == top[:, None], sign(x) * per_top[:, None], 0.0)
+        tl.store(grad_x_ptr + start + first + column, grad_x.to(dtype), mask=inside)

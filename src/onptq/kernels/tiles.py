@@ -1,0 +1,39 @@
+"""What kernels over rows share: how rows become tiles, and rounding that equals PyTorch's bit for bit."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+TILE = 2048  # elements of a program's tile
+WIDEST = 1024  # columns of a tile
+WARPS = 8
+
+
+def tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    """One program per few whole rows of [..., width]; a row longer than a tile is walked along."""
+    width = x.shape[-1]
+    rows = x.numel() // width
+    columns = min(WIDEST, triton.next_power_of_2(width))
+    held = min(TILE // columns, triton.next_power_of_2(rows))
+    return (triton.cdiv(rows, held),), {"rows": rows, "WIDTH": width, "ROWS": held, "COLUMNS": columns}
+
+
+@triton.jit
+def saturated(v, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Comparisons, so that a NaN stays one."""
+    v = tl.where(v < LOW, LOW * 1.0, v)
+    return tl.where(v > HIGH, HIGH * 1.0, v)
+
+
+@triton.jit
+def rounded(v):
+    """Half to even: at 1.5 * 2^23 the spacing of fp32 is 1, so the sum rounds to an integer. Exact below 2^22."""
+    return (v + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
