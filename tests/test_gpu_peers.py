@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_peers.py` in its small form: both tools get one model and one set of prompts, and the same things are counted."""
+"""`benchmarks/gpu_peers.py` in its small form: both tools get one model and one set of prompts, and the same is counted."""
 
 from __future__ import annotations
 

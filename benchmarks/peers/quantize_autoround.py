@@ -2,8 +2,8 @@
 
     python quantize_autoround.py --recipe default --bits 4 --model DIR --material DIR --out DIR
 
-`default` and `best` are the package's recipes of those names: 200 and 1,000 iterations in batches of 8. Samples have pictures and
-so differ in length; the batch is therefore 8 accumulated single samples, which is what the package advises for that case.
+`default`, `light` and `best` are the package's recipes of those names, in batches of 8. Samples have pictures and so differ in
+length; the batch is therefore 8 accumulated single samples, which is what the package advises for that case.
 Written in its `llm_compressor` format (compressed-tensors), which transformers loads without the package.
 """
 
@@ -11,58 +11,82 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from calibration import read_model, read_samples, write_record, writing
+from torch import Tensor
 
-ITERATIONS = {"default": 200, "best": 1000}
+RECIPES: dict[str, dict[str, Any]] = {
+    "default": {"iters": 200},
+    "light": {"iters": 50, "lr": 5e-3},
+    "best": {"iters": 1000},
+}
 BATCH = 8
 FORMAT = "llm_compressor"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", choices=tuple(ITERATIONS), required=True)
-    parser.add_argument("--bits", type=int, required=True)
-    parser.add_argument("--activation-bits", type=int, default=16)
-    parser.add_argument("--group-size", type=int)
-    for name in ("model", "material", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    args = parser.parse_args()
-
-    from auto_round import AutoRound
+def make_scheme(bits: int, activation_bits: int, group_size: int | None) -> Any:
     from auto_round.schemes import QuantizationScheme
-    from transformers import AutoTokenizer
 
-    samples, tokenizer = read_samples(args.material, args.model), AutoTokenizer.from_pretrained(args.model)
-    scheme = QuantizationScheme(
-        bits=args.bits,
-        group_size=args.group_size or -1,
+    return QuantizationScheme(
+        bits=bits,
+        group_size=group_size or -1,
         sym=True,
         data_type="int",
-        act_bits=args.activation_bits,
+        act_bits=activation_bits,
         act_group_size=-1,
         act_sym=True,
         act_data_type="int",
         act_dynamic=True,
     )
-    began = time.monotonic()
-    rounding = AutoRound(
-        read_model(args.model),
-        scheme=scheme,
+
+
+def make_rounding(model: Any, tokenizer: Any, samples: Sequence[dict[str, Tensor]], recipe: str, **options: Any) -> Any:
+    """AutoRound on samples that have been processed already, one at a time unless `options` say otherwise."""
+    from auto_round import AutoRound
+
+    singly = {"batch_size": 1, "gradient_accumulate_steps": BATCH}
+    return AutoRound(
+        model,
         tokenizer=tokenizer,
-        processor=tokenizer,  # asked for and saved, but the samples have been processed already
-        format=FORMAT,
+        processor=tokenizer,  # asked for and saved, but there is nothing left to process
         dataset=samples,
-        nsamples=len(samples),
-        iters=ITERATIONS[args.recipe],
-        batch_size=1,
-        gradient_accumulate_steps=BATCH,
+        **(RECIPES[recipe] | {"nsamples": len(samples)} | singly | options),
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", choices=tuple(RECIPES), required=True)
+    parser.add_argument("--bits", type=int, required=True)
+    parser.add_argument("--activation-bits", type=int, default=16)
+    parser.add_argument("--group-size", type=int)
+    for name in ("model", "material", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    args = parser.parse_args()
+
+    from transformers import AutoTokenizer
+
+    samples, tokenizer = read_samples(args.material, args.model), AutoTokenizer.from_pretrained(args.model)
+    began = time.monotonic()
+    rounding = make_rounding(
+        read_model(args.model),
+        tokenizer,
+        samples,
+        args.recipe,
+        scheme=make_scheme(args.bits, args.activation_bits, args.group_size),
+        format=FORMAT,
         device_map="cpu",
         enable_torch_compile=False,  # it changes how long it takes, not what is computed; samples differ in shape
     )
     packages = ("auto-round", "compressed-tensors", "transformers", "torch")
-    settings = {"recipe": args.recipe, "iterations": ITERATIONS[args.recipe], "samples": len(samples)}
+    settings = {"recipe": args.recipe, "iterations": RECIPES[args.recipe]["iters"], "samples": len(samples)}
     record = args.out.with_name(args.out.name + ".json")
     with writing(args.out, args.model) as stage:
         rounding.quantize_and_save(str(stage), format=FORMAT)

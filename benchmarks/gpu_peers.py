@@ -1,0 +1,331 @@
+"""OnPTQ beside AutoRound: seconds and peak memory on one model of published shapes, one GPU and one set of prompts.
+
+    python benchmarks/gpu_peers.py --model qwen2.5-vl-7b --out result.json
+    python benchmarks/gpu_peers.py --model qwen2.5-vl-7b --layers 8 --settings light --out result.json
+    python benchmarks/gpu_peers.py --tiny --autoround-python DIR/bin/python --out result.json      # on a CPU
+
+For each setting the preset of that name against AutoRound's recipe of that name (default: 200 iterations, light: 50), one
+process after another. Counted is what lies between a loaded model and finished weights: of OnPTQ all phases from Encode to the
+last Calibrate; of AutoRound turning prompts into tensors (Encode) and everything from its constructor to the end of `quantize()`
+(Tune). Loading and saving are reported beside it, imports are not. AutoRound is given the dense model's responses and does not
+pay for them; OnPTQ writes its own. Both round to W4A16: of four bits AutoRound writes nothing else. Its samples are all prompts
+of preset `default`; preset `light` takes the first of them. Killed at any moment, the same command goes on with what is missing
+in FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from floors import measure_rates
+from gpu_calibration import COPIED, MATRIX, TINY_COPIED, TINY_MATRIX, environment, make_recipe, save, tiny_shape
+from measured_run import BETWEEN, Measuring
+from pictures import draw_prompts
+from rich.console import Console
+from rich.table import Table
+
+import onptq
+from onptq.errors import OnPTQError
+from onptq.models.loading import choose_device, choose_dtype, find_source
+from onptq.progress import QuietReporter
+from onptq.recipe import Recipe
+from onptq.schemes import Scheme
+from onptq.zoo.published import PUBLISHED, Published, find_published, write_published
+
+PEERS = Path(__file__).parent / "peers"
+sys.path.append(str(PEERS))
+
+from material import write_material  # noqa: E402
+from run import AUTOROUND, FAMILIES  # noqa: E402
+
+SETTINGS = ("default", "light")
+TOOLS = ("onptq", "autoround")
+START, LOADING, SAVING = "Start", ("Hash", "Load"), ("Export",)
+TINY_POINT = {"prompts": 8, "tokens": 6, "horizon": 2}
+TINY_HOLDOUT, TINY_MEDIA, MEDIA = 2, 12, 400
+LINES = 15  # of a log, when a process failed
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all processes of one call share."""
+
+    shape: Published
+    layers: int
+    media_tokens: int
+    scheme: Scheme
+    recipes: Mapping[str, Recipe]
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        """Named as gpu_calibration.py names it, which may have made it or go on with it."""
+        return self.folder / f"{self.shape.family}-{self.shape.dims.hidden}-{self.layers}"
+
+    @property
+    def material(self) -> Path:
+        data, follow = self.recipes["default"].data, self.recipes["default"].follow
+        name = f"material-{self.layers}-{data.prompts}-{self.media_tokens}-{follow.max_tokens}"
+        return self.folder / name
+
+
+def make_plan(arguments: argparse.Namespace, folder: Path) -> Plan:
+    shape, scheme = find_published(arguments.model), Scheme.parse(arguments.scheme)
+    bare = str(replace(scheme, group_size=None))
+    if bare not in AUTOROUND:
+        raise OnPTQError(f"--scheme {scheme}: AutoRound cannot write it; expected of {', '.join(sorted(AUTOROUND))}")
+    if arguments.tiny:
+        shape = tiny_shape(shape)
+    changes = [f"data.holdout={TINY_HOLDOUT}", *arguments.changes] if arguments.tiny else arguments.changes
+    changes = [f"compute.device={arguments.device}", *changes]
+    recipes = {
+        name: make_recipe(name, arguments.scheme, changes, TINY_POINT if arguments.tiny else {}) for name in SETTINGS
+    }
+    media = arguments.media_tokens or (TINY_MEDIA if arguments.tiny else MEDIA)
+    return Plan(shape, arguments.layers or shape.dims.layers, media, scheme, recipes, folder)
+
+
+def prepare(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The model, and the prompts with the dense model's responses as files; the device's rates while we are there."""
+    device = choose_device(arguments.device)
+    seconds = {}
+    began = time.perf_counter()
+    if not plan.model.exists():
+        write_published(plan.shape, plan.model, layers=plan.layers, device=device.type)
+        seconds["model"] = time.perf_counter() - began
+    recipe, began = plan.recipes["default"], time.perf_counter()
+    prompts = draw_prompts(plan.shape.family, recipe.data.prompts, plan.media_tokens)
+    write_material(find_source(plan.model), prompts, recipe.follow.max_tokens, plan.material, QuietReporter())
+    seconds["material"] = time.perf_counter() - began
+    sizes = (MATRIX, COPIED) if device.type == "cuda" else (TINY_MATRIX, TINY_COPIED)
+    rates = measure_rates(device, choose_dtype("auto", device), *sizes)
+    return {"seconds": seconds, "environment": environment(device, rates)}
+
+
+class Measured(Measuring):
+    """What comes before the model is loaded has a name of its own: imports, mostly."""
+
+    def _close(self, name: str) -> int | None:
+        return super()._close(START if name == BETWEEN and "Load" not in self.phases else name)
+
+
+def run_onptq(plan: Plan, arguments: argparse.Namespace, setting: str) -> dict[str, Any]:
+    recipe = plan.recipes[setting]
+    count = recipe.data.prompts
+    prompts = draw_prompts(plan.shape.family, count + recipe.data.holdout, plan.media_tokens)
+    measuring = Measured(choose_device(arguments.device), lambda text: print(text, flush=True))
+    with tempfile.TemporaryDirectory(prefix="run-", dir=plan.folder) as out:
+        onptq.quantize(
+            plan.model,
+            out,
+            calibration=prompts[:count],
+            holdout=prompts[count:],
+            recipe=recipe,
+            reporter=measuring,
+            verify=False,
+        )
+        measuring.end()
+    peaks = [phase.peak_bytes for phase in measuring.phases.values() if phase.peak_bytes is not None]
+    return {
+        "phases": {name: phase.seconds for name, phase in measuring.phases.items()},
+        "peak_bytes": max(peaks, default=None),
+        "reserved_bytes": measuring.reserved,
+        "settings": recipe.model_dump(),
+    }
+
+
+def autoround_command(plan: Plan, arguments: argparse.Namespace, setting: str, record: Path) -> list[str]:
+    scheme, out = plan.scheme, plan.folder / f"autoround-{setting}"
+    command = [arguments.autoround_python, str(PEERS / "time_autoround.py"), "--recipe", setting]
+    command += ["--bits", str(scheme.weight_bits), "--activation-bits", str(scheme.activation_bits)]
+    if scheme.group_size:
+        command += ["--group-size", str(scheme.group_size)]
+    command += ["--device", choose_device(arguments.device).type]
+    named = {"model": plan.model, "material": plan.material, "out": out, "record": record}
+    command += [part for name, path in named.items() for part in (f"--{name}", str(path))]
+    return command + [f"--{name}" for name in ("singly", "no-save") if getattr(arguments, name.replace("-", "_"))]
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Starts one after another; each leaves a record, and a log that is kept beside the result."""
+
+    folder: Path
+    logs: Path
+    own: Sequence[str]  # this script with its arguments
+
+    def start(self, name: str, command: Sequence[str] | None = None) -> dict[str, Any]:
+        record = self.record(name)
+        record.unlink(missing_ok=True)
+        log = self.logs.with_name(f"{self.logs.name}.{name}.log")
+        began = time.perf_counter()
+        with log.open("w", encoding="utf-8") as file:
+            whole = command or [*self.own, "--arm", name, "--record", str(record)]
+            code = subprocess.run(whole, stdout=file, stderr=file, env=os.environ | OFFLINE).returncode
+        seconds = time.perf_counter() - began
+        if code or not record.is_file():
+            tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]
+            return {"error": "\n".join(tail) or f"ended with {code}", "process_seconds": seconds}
+        found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+        return found | {"process_seconds": seconds}
+
+    def record(self, name: str) -> Path:
+        return self.folder / f"record-{name}.json"
+
+
+def counted(record: Mapping[str, Any]) -> dict[str, Any]:
+    """With the seconds that the comparison is about, and those before and after."""
+    if "error" in record:
+        return dict(record)
+    phases: Mapping[str, float] = record["phases"]
+    load, save = (sum(phases.get(phase, 0.0) for phase in named) for named in (LOADING, SAVING))
+    apart = {START, *LOADING, *SAVING}
+    seconds = sum(spent for phase, spent in phases.items() if phase not in apart)
+    return {"seconds": seconds, "load": load, "save": save, **record}
+
+
+def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """OnPTQ over AutoRound: seconds, seconds with loading and saving, and memory; nothing where one of them is missing."""
+    if any("seconds" not in arms.get(tool, {}) for tool in TOOLS):
+        return {}
+    ours, theirs = (arms[tool] for tool in TOOLS)
+    found = {"seconds": ours["seconds"] / theirs["seconds"]}
+    if theirs["save"]:
+        whole = [arm["load"] + arm["seconds"] + arm["save"] for arm in (ours, theirs)]
+        found["whole"] = whole[0] / whole[1]
+    if ours["peak_bytes"] and theirs["peak_bytes"]:
+        found["peak"] = ours["peak_bytes"] / theirs["peak_bytes"]
+    return found
+
+
+def show(console: Console, report: Mapping[str, Any]) -> None:
+    table = Table("setting", "tool", box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for head in ("seconds", "of that Encode", "load", "save", "peak GiB"):
+        table.add_column(head, justify="right")
+    for setting, arms in report["arms"].items():
+        for tool, found in arms.items():
+            if "error" in found:
+                table.add_row(setting, tool, "failed", "", "", "", "")
+                continue
+            seconds = [found["seconds"], found["phases"]["Encode"], found["load"], found["save"]]
+            peak = found["peak_bytes"]
+            row = [f"{each:.2f}" for each in seconds] + ["" if peak is None else f"{peak / 2**30:.2f}"]
+            table.add_row(setting, tool, *row)
+    console.print(table)
+    for setting, found in report["ratios"].items():
+        if found:
+            whole = f", {found['whole']:.2f} with loading and saving" if "whole" in found else ""
+            console.print(f"{setting}: OnPTQ takes {found['seconds']:.2f} of AutoRound's time{whole}")
+
+
+def kept(path: Path | None, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier call of the same kind has measured on the same device."""
+    if path is None or not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    same = all(found.get(name) == value for name, value in about.items())
+    return dict(found["arms"]) if same else {}
+
+
+def head(plan: Plan, arguments: argparse.Namespace, prepared: Mapping[str, Any]) -> dict[str, Any]:
+    """The report before anything is measured in this call."""
+    if "error" in prepared:
+        raise OnPTQError(f"the model or its prompts could not be made:\n{prepared['error']}")
+    where = prepared["environment"]
+    about = {"model": arguments.model, "tiny": arguments.tiny, "layers": plan.layers, "scheme": str(plan.scheme)}
+    about |= {"changes": arguments.changes, "media_tokens": plan.media_tokens, "singly": arguments.singly}
+    about |= {"device": where["device"]}
+    found: dict[str, Any] = about | where
+    return found | {"prepared": prepared["seconds"], "arms": kept(arguments.out, about), "ratios": {}}
+
+
+def measure(plan: Plan, arguments: argparse.Namespace, processes: Processes, console: Console) -> dict[str, Any]:
+    def say(text: str) -> None:
+        if not arguments.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    report = head(plan, arguments, processes.start("prepare"))
+    say(f"prepared: {report['prepared']}")
+    for setting, tool in itertools.product(arguments.settings, TOOLS):
+        arms, name = report["arms"].setdefault(setting, {}), f"{tool}-{setting}"
+        if "seconds" not in arms.get(tool, {}):
+            theirs = tool == "autoround"
+            command = autoround_command(plan, arguments, setting, processes.record(name)) if theirs else None
+            arms[tool] = counted(processes.start(name, command))
+            say(f"{name}: {arms[tool].get('error') or format(arms[tool]['seconds'], '.2f') + ' s'}")
+        report["ratios"][setting] = ratios(arms)
+        save(arguments.out, report)
+    show(console, report)
+    return report
+
+
+def run_arm(plan: Plan, arguments: argparse.Namespace) -> None:
+    """What the processes that this script starts of itself do."""
+    name = arguments.arm
+    found = prepare(plan, arguments) if name == "prepare" else run_onptq(plan, arguments, name.removeprefix("onptq-"))
+    save(arguments.record, found)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    known = [name for name, shape in PUBLISHED.items() if shape.family in FAMILIES]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=known[0], choices=known)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--scheme", default="W4A16", help="W4A16, W8A8, -gN with A16")
+    parser.add_argument(
+        "--set", dest="changes", action="append", default=[], metavar="FIELD=VALUE", help="of the presets"
+    )
+    parser.add_argument("--layers", type=int, help="decoder blocks, instead of all of them")
+    parser.add_argument("--media-tokens", type=int, help="tokens of a prompt's picture, about; default 400")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--autoround-python", default=sys.executable, help="the Python that has AutoRound")
+    parser.add_argument("--singly", action="store_true", help="AutoRound: accumulate single samples, without padding")
+    parser.add_argument("--no-save", action="store_true", help="AutoRound: end with the weights in memory")
+    parser.add_argument("--folder", type=Path, help="where the model is made, and kept for the next call")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write every number to FILE, logs beside it")
+    parser.add_argument("--tiny", action="store_true", help="a model of the family that a CPU runs in seconds")
+    parser.add_argument("--quiet", action="store_true", help="print the table only")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def run(argv: Sequence[str], folder: Path) -> int:
+    arguments = parse(argv)
+    folder = arguments.folder or folder
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = make_plan(arguments, folder.absolute())
+    if arguments.arm:
+        run_arm(plan, arguments)
+        return 0
+    logs = arguments.out.absolute().with_suffix("") if arguments.out else plan.folder / "peers"
+    logs.parent.mkdir(parents=True, exist_ok=True)
+    own = [sys.executable, str(Path(__file__).absolute()), *argv, "--folder", str(plan.folder)]
+    console = Console(width=110 if not sys.stdout.isatty() else None, highlight=False)
+    report = measure(plan, arguments, Processes(plan.folder, logs, own), console)
+    return int(any("error" in found for arms in report["arms"].values() for found in arms.values()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        with tempfile.TemporaryDirectory(prefix="onptq-peers-") as scratch:
+            return run(list(sys.argv[1:] if argv is None else argv), Path(scratch))
+    except OnPTQError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
