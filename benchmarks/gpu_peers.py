@@ -30,10 +30,10 @@ from typing import Any
 
 from floors import measure_rates
 from gpu_calibration import COPIED, MATRIX, TINY_COPIED, TINY_MATRIX, environment, make_recipe, save, tiny_shape
-from measured_run import BETWEEN, Measuring
+from measured_run import BETWEEN, Measuring, Setting, prompts_of
+from peers_report import START, TOOLS, counted, ratios, show
 from pictures import draw_prompts
 from rich.console import Console
-from rich.table import Table
 
 import onptq
 from onptq.errors import OnPTQError
@@ -50,8 +50,6 @@ from material import write_material  # noqa: E402
 from run import AUTOROUND, FAMILIES  # noqa: E402
 
 SETTINGS = ("default", "light")
-TOOLS = ("onptq", "autoround")
-START, LOADING, SAVING = "Start", ("Hash", "Load"), ("Export",)
 TINY_POINT = {"prompts": 8, "tokens": 6, "horizon": 2}
 TINY_HOLDOUT, TINY_MEDIA, MEDIA = 2, 12, 400
 LINES = 15  # of a log, when a process failed
@@ -123,24 +121,14 @@ class Measured(Measuring):
 
 def run_onptq(plan: Plan, arguments: argparse.Namespace, setting: str) -> dict[str, Any]:
     recipe = plan.recipes[setting]
-    count = recipe.data.prompts
-    prompts = draw_prompts(plan.shape.family, count + recipe.data.holdout, plan.media_tokens)
+    prompts = prompts_of(Setting(plan.shape, plan.layers, plan.media_tokens, recipe))
     measuring = Measured(choose_device(arguments.device), lambda text: print(text, flush=True))
     with tempfile.TemporaryDirectory(prefix="run-", dir=plan.folder) as out:
-        onptq.quantize(
-            plan.model,
-            out,
-            calibration=prompts[:count],
-            holdout=prompts[count:],
-            recipe=recipe,
-            reporter=measuring,
-            verify=False,
-        )
+        onptq.quantize(plan.model, out, **prompts, recipe=recipe, reporter=measuring, verify=False)
         measuring.end()
-    peaks = [phase.peak_bytes for phase in measuring.phases.values() if phase.peak_bytes is not None]
     return {
         "phases": {name: phase.seconds for name, phase in measuring.phases.items()},
-        "peak_bytes": max(peaks, default=None),
+        "peak_bytes": measuring.peak,
         "reserved_bytes": measuring.reserved,
         "settings": recipe.model_dump(),
     }
@@ -183,51 +171,6 @@ class Processes:
 
     def record(self, name: str) -> Path:
         return self.folder / f"record-{name}.json"
-
-
-def counted(record: Mapping[str, Any]) -> dict[str, Any]:
-    """With the seconds that the comparison is about, and those before and after."""
-    if "error" in record:
-        return dict(record)
-    phases: Mapping[str, float] = record["phases"]
-    load, save = (sum(phases.get(phase, 0.0) for phase in named) for named in (LOADING, SAVING))
-    apart = {START, *LOADING, *SAVING}
-    seconds = sum(spent for phase, spent in phases.items() if phase not in apart)
-    return {"seconds": seconds, "load": load, "save": save, **record}
-
-
-def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """OnPTQ over AutoRound: seconds, seconds with loading and saving, and memory; nothing where one of them is missing."""
-    if any("seconds" not in arms.get(tool, {}) for tool in TOOLS):
-        return {}
-    ours, theirs = (arms[tool] for tool in TOOLS)
-    found = {"seconds": ours["seconds"] / theirs["seconds"]}
-    if theirs["save"]:
-        whole = [arm["load"] + arm["seconds"] + arm["save"] for arm in (ours, theirs)]
-        found["whole"] = whole[0] / whole[1]
-    if ours["peak_bytes"] and theirs["peak_bytes"]:
-        found["peak"] = ours["peak_bytes"] / theirs["peak_bytes"]
-    return found
-
-
-def show(console: Console, report: Mapping[str, Any]) -> None:
-    table = Table("setting", "tool", box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for head in ("seconds", "of that Encode", "load", "save", "peak GiB"):
-        table.add_column(head, justify="right")
-    for setting, arms in report["arms"].items():
-        for tool, found in arms.items():
-            if "error" in found:
-                table.add_row(setting, tool, "failed", "", "", "", "")
-                continue
-            seconds = [found["seconds"], found["phases"]["Encode"], found["load"], found["save"]]
-            peak = found["peak_bytes"]
-            row = [f"{each:.2f}" for each in seconds] + ["" if peak is None else f"{peak / 2**30:.2f}"]
-            table.add_row(setting, tool, *row)
-    console.print(table)
-    for setting, found in report["ratios"].items():
-        if found:
-            whole = f", {found['whole']:.2f} with loading and saving" if "whole" in found else ""
-            console.print(f"{setting}: OnPTQ takes {found['seconds']:.2f} of AutoRound's time{whole}")
 
 
 def kept(path: Path | None, about: Mapping[str, Any]) -> dict[str, Any]:

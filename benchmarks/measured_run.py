@@ -18,6 +18,7 @@ from floors import Counts, Floors, Rates
 from pictures import draw_prompts
 
 import onptq
+from onptq.data.prompts import Prompt
 from onptq.models.loading import choose_dtype, find_source
 from onptq.plan.parts import find_parts
 from onptq.plan.work import work_of
@@ -71,6 +72,10 @@ class Measuring(QuietReporter):
         held = "" if peak is None else f", {peak / 2**30:.2f} GiB"
         self.say(f"{name}: {time.perf_counter() - began:.2f} s{held}")
 
+    @property
+    def peak(self) -> int | None:
+        return max((phase.peak_bytes for phase in self.phases.values() if phase.peak_bytes is not None), default=None)
+
     def note(self, text: str) -> None:
         self.say(text)
 
@@ -103,6 +108,13 @@ class Measuring(QuietReporter):
         self._began = time.perf_counter()
 
 
+def prompts_of(setting: Setting) -> dict[str, list[Prompt]]:
+    """What `onptq.quantize` is given, by its names."""
+    count = setting.recipe.data.prompts
+    prompts = draw_prompts(setting.shape.family, count + setting.recipe.data.holdout, setting.media_tokens)
+    return {"calibration": prompts[:count], "holdout": prompts[count:]}
+
+
 @dataclass(frozen=True)
 class Bench:
     """Where models and runs lie, and on what they run."""
@@ -115,22 +127,12 @@ class Bench:
     def run(self, setting: Setting, verify: bool = False) -> dict[str, Any]:
         """One whole run; its checkpoint is thrown away, the model stays for the next."""
         model, made = self._model(setting)
-        recipe = setting.recipe
         out = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder))
-        count = recipe.data.prompts
-        prompts = draw_prompts(setting.shape.family, count + recipe.data.holdout, setting.media_tokens)
+        prompts = prompts_of(setting)
         measuring = Measuring(self.device, self.say)
         began = time.perf_counter()
         try:
-            result = onptq.quantize(
-                model,
-                out,
-                calibration=prompts[:count],
-                holdout=prompts[count:],
-                recipe=recipe,
-                reporter=measuring,
-                verify=verify,
-            )
+            result = onptq.quantize(model, out, **prompts, recipe=setting.recipe, reporter=measuring, verify=verify)
             measuring.end()
             seconds = time.perf_counter() - began
             floors = self._floors(setting, model, out, result.summary)
@@ -139,11 +141,10 @@ class Bench:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        peaks = [phase.peak_bytes for phase in measuring.phases.values() if phase.peak_bytes is not None]
         return {
             "seconds": seconds,
             "made_in": made,
-            "peak_bytes": max(peaks, default=None),
+            "peak_bytes": measuring.peak,
             "reserved_bytes": measuring.reserved,
             "counts": asdict(floors.counts),
             "phases": self._rows(measuring.phases, floors),

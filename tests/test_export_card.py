@@ -20,9 +20,9 @@ from onptq.evaluate.items import Grade, Item
 from onptq.evaluate.statistics import Resampler
 from onptq.export.card import Calibration, base_model, write_card
 from onptq.export.card_tables import measured, read_results
+from onptq.files import to_json
 from onptq.plan.serving import serving
 from onptq.recipe import Recipe
-from onptq.run import to_json
 from onptq.schemes import Scheme
 
 VL = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}

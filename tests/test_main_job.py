@@ -398,11 +398,11 @@ def test_a_name_that_the_zoo_does_not_have_is_refused_first(zoo: Path) -> None:
 
 def test_the_explanation_says_how_many_items_and_that_fewer_word_errors_are_better() -> None:
     tasks = {"choice": {"items": 5, "measure": "accuracy"}, "speech": {"items": 3, "measure": "word errors"}}
-    text = explanation({"arms": {"dense": {"tasks": tasks}}}, 0, False)
+    text = explanation({"arms": {"dense": {"tasks": tasks}}}, "")
     assert "3 to 5 test items" in text
     assert "WER: lower is better" in text
     assert "mismatch" not in text
-    assert "WER" not in explanation({"arms": {"dense": {"tasks": {"choice": tasks["choice"]}}}}, 0, False)
+    assert "WER" not in explanation({"arms": {"dense": {"tasks": {"choice": tasks["choice"]}}}}, "")
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ import yaml
 from safetensors.numpy import save_file
 
 from onptq.errors import OnPTQError
+from onptq.files import atomically, to_json
 from onptq.progress import JsonReporter, LoggedReporter, QuietReporter, RichReporter
 from onptq.recipe import Recipe
-from onptq.run import Run, atomically, check_place, to_json
+from onptq.run import Run, check_place
 
 IDENTITY: dict[str, Any] = {
     "recipe": Recipe().model_dump(),

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from onptq import __version__
 from onptq.bank import States
-from onptq.cycle.rounds import Budgets, Cycle, Keep, bank_figures
+from onptq.cycle.room import Budgets, Keep
+from onptq.cycle.rounds import Cycle, bank_figures
 from onptq.data.calibration import Prompts, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.probes import probe_prompt
@@ -30,6 +31,7 @@ from onptq.export.card_tables import read_results
 from onptq.export.compressed import check_apart, write_checkpoint
 from onptq.export.examine import verify_export
 from onptq.export.trial import ask, questions
+from onptq.files import atomically
 from onptq.methods import initialize
 from onptq.models.encoding import EncodedPrompt, encode_prompts
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source
@@ -39,7 +41,7 @@ from onptq.policy import Policy, load_policy
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
-from onptq.run import Run, atomically
+from onptq.run import Run
 from onptq.schemes import Scheme
 
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")

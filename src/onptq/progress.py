@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from onptq.errors import OnPTQError
-from onptq.run import to_json
+from onptq.files import to_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import math
 import os
-import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +18,7 @@ from typing import Any, Self
 import yaml
 
 from onptq.errors import OnPTQError
+from onptq.files import TEMPORARY, atomically, explained, plain, to_json
 from onptq.recipe import difference
 
 HOME = "onptq"  # what the run says about itself; the checkpoint lies beside it
@@ -27,9 +26,6 @@ RECORD = "recipe.yaml"
 SUMMARY = "summary.json"
 LOG = "log.jsonl"
 LOCK = ".lock"
-TEMPORARY = ".onptq-tmp-"
-
-DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 class Run:
@@ -70,8 +66,8 @@ class Run:
         if recorded is None:
             self._begun_here = True
             with self.writing(RECORD) as temporary:
-                temporary.write_text(yaml.safe_dump(_plain(identity), sort_keys=False), encoding="utf-8")
-        versions = _plain(identity).get("versions") or {}
+                temporary.write_text(yaml.safe_dump(plain(identity), sort_keys=False), encoding="utf-8")
+        versions = plain(identity).get("versions") or {}
         self.log("open", resumed=recorded is not None, versions=versions)
         changed = difference(recorded.get("versions") or {}, versions) if recorded is not None else []
         if changed:
@@ -157,58 +153,6 @@ def check_place(path: str | Path) -> None:
 
 
 @contextmanager
-def atomically(target: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `target` that replaces it, synced to disk, if the block succeeds."""
-    temporary = target.with_name(f"{TEMPORARY}{os.getpid()}-{target.name}")  # keeps the suffix: some writers look at it
-    try:
-        with explained(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary.touch()
-            mode = (
-                temporary.stat().st_mode
-            )  # as the user's umask has it; safetensors lets only the owner read its files
-            yield temporary
-            temporary.chmod(mode)
-            _sync(temporary)
-            os.replace(temporary, target)
-            _sync(target.parent)
-    finally:
-        with suppress(OSError):  # on a disk gone read-only, the first error is the one to show
-            temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def explained(target: Path) -> Iterator[None]:
-    """Turn a full or forbidden disk, however the writer reports it, into an error that says what to do."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OnPTQError) or _disk_error(error) not in DISK_ERRORS:
-            raise
-        raise OnPTQError(
-            f"cannot write {target}: {error} ({_free(target)} free there). Finished steps are kept; "
-            "once this is mended the same command continues after the last of them"
-        ) from error
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: paths as text, arrays and tensors as numbers, NaN and infinity as null."""
-    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
-        return value
-    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
-
-
-@contextmanager
 def _usable(folder: Path) -> Iterator[None]:
     try:
         yield
@@ -219,7 +163,7 @@ def _usable(folder: Path) -> Iterator[None]:
 def _recorded(folder: Path, identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The identity of the run in `folder`, None if there is no run; refuse what is not ours or not the same."""
     there = _record(folder)
-    differences = [] if there is None else difference(_decisive(there), _decisive(_plain(identity)))
+    differences = [] if there is None else difference(_decisive(there), _decisive(plain(identity)))
     if differences:
         raise OnPTQError(
             f"{folder} holds another run (there -> here):\n  "
@@ -291,30 +235,3 @@ def _drop_torn_line(log: Path) -> None:
         whole = log.read_bytes().rfind(b"\n") + 1
         if whole != log.stat().st_size:
             os.truncate(log, whole)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _disk_error(error: Exception) -> int | None:
-    """The operating system's error number; safetensors gives it only in words."""
-    if isinstance(error, OSError):
-        return error.errno
-    match = re.search(r"\(os error (\d+)\)", str(error))
-    return int(match[1]) if match else None
-
-
-def _free(path: Path) -> str:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    free = float(shutil.disk_usage(path).free)
-    for unit in ("B", "KiB", "MiB"):
-        if free < 1024:
-            return f"{free:.0f} {unit}"
-        free /= 1024
-    return f"{free:.1f} GiB"

@@ -12,8 +12,8 @@ NAMES = {"rtn": "RTN", "onptq": "OnPTQ"}
 ABSENT = "-"
 
 
-def print_comparison(comparison: Mapping[str, Any], held_out: int, chose: bool) -> None:
-    """`held_out`: how many prompts mismatch and KL come from; `chose`: whether these chose the iterates too."""
+def print_comparison(comparison: Mapping[str, Any], held_out: str) -> None:
+    """`held_out`: the prompts that mismatch and KL come from, in words; none where there are none."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -22,7 +22,7 @@ def print_comparison(comparison: Mapping[str, Any], held_out: int, chose: bool) 
         console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
     console.print()
     console.print(table)
-    console.print(explanation(comparison, held_out, chose), style="dim", markup=False)
+    console.print(explanation(comparison, held_out), style="dim", markup=False)
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
@@ -50,7 +50,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
     return table
 
 
-def explanation(comparison: Mapping[str, Any], held_out: int, chose: bool) -> str:
+def explanation(comparison: Mapping[str, Any], held_out: str) -> str:
     tasks = comparison["arms"]["dense"]["tasks"].values()
     sizes = sorted({score["items"] for score in tasks})
     per_task = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
@@ -58,10 +58,9 @@ def explanation(comparison: Mapping[str, Any], held_out: int, chose: bool) -> st
     text = f"Scores in % on {per_task} test items per task{errors}. flips: answers that turned right or wrong against dense."
     if not held_out:
         return text
-    which = "the {} held-out prompts that also chose the iterate" if chose else "{} held-out prompts"
     return (
         f"{text} mismatch, KL: next-token decisions and distributions against dense, on the model's own rollouts from "
-        f"{which.format(held_out)}."
+        f"{held_out}."
     )
 
 

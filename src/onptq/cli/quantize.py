@@ -112,8 +112,10 @@ def quantize(
     result = onptq.quantize(model, folder, recipe=resolved, reporter=reporter, verify=verify, **given)
     reporter.result(result.summary if json else dict(overview(result.summary, result.path)))
     if "comparison" in result.summary and not quiet and not json:
-        chose = resolved.rounds > 0 and resolved.calibrate.keep == "best"
-        print_comparison(result.summary["comparison"], result.summary["prompts"]["holdout"], chose)
+        from onptq.export.card_tables import held_out_prompts
+
+        count = result.summary["prompts"]["holdout"]
+        print_comparison(result.summary["comparison"], held_out_prompts(count, resolved) if count else "")
 
 
 def _check_first(model: str, out: Path, recipe: Recipe, calibration: Path | None, holdout: Path | None) -> None:

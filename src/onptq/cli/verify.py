@@ -30,7 +30,7 @@ def verify(
     with Console(stderr=True).status("looking at the folder") as status:  # nothing where there is no terminal
         found = examine(folder, against, dtype=choose_dtype("auto", chosen), device=chosen, note=status.update)
     if json:
-        from onptq.run import to_json
+        from onptq.files import to_json
 
         typer.echo(to_json(found.to_dict()))
     else:

@@ -1,14 +1,27 @@
-"""How much is done at once: halved for good where memory does not suffice, told once, remembered."""
+"""What memory has room for: what is kept between steps, and how much is done at once, halved for good where that is too much,
+told once, remembered."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 
 T = TypeVar("T")
+Keep = Literal["floats", "codes", "nothing"]
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that may hold prefixes and dense targets between steps; None: as many as there are. And what is kept of Q's weights:
+    floats, their codes, or nothing, so that they are made of D's and theta in every forward."""
+
+    prefixes: int | None = None
+    targets: int | None = None
+    keep: Keep = "floats"
 
 
 class Room:

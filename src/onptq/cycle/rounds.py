@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes
 from onptq.cycle.risk import score, select
-from onptq.cycle.room import Room
+from onptq.cycle.room import Budgets, Room
 from onptq.models.encoding import EncodedPrompt
 from onptq.policy import Policy, Side
 from onptq.progress import Reporter
@@ -30,17 +29,6 @@ SAVE_SECONDS = 20.0  # an update writes down where it is about this often
 ROOM = "room.json"  # what turned out to fit into memory, where that was less than the recipe says
 
 T = TypeVar("T")
-Keep = Literal["floats", "codes", "nothing"]
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """Bytes that may hold prefixes and dense targets between steps; None: as many as there are. And what is kept of Q's weights:
-    floats, their codes, or nothing, so that they are made of D's and theta in every forward."""
-
-    prefixes: int | None = None
-    targets: int | None = None
-    keep: Keep = "floats"
 
 
 class Cycle:

@@ -20,10 +20,10 @@ from onptq.evaluate.comparison import compare
 from onptq.evaluate.items import Item
 from onptq.evaluate.statistics import REPLICATES
 from onptq.evaluate.suite_tables import collect, markdown
+from onptq.files import atomically, to_json
 from onptq.models.loading import find_source
 from onptq.progress import NamedReporter, QuietReporter, Reporter
 from onptq.recipe import Recipe
-from onptq.run import atomically, to_json
 
 TABLES, WORDS, LOCK = "suite.json", "suite.md", ".suite-lock"
 

@@ -45,6 +45,7 @@ from onptq.evaluate.reader import load_reader, open_checkpoint
 from onptq.evaluate.report import markdown
 from onptq.evaluate.statistics import REPLICATES, Resampler
 from onptq.evaluate.summary import summarize
+from onptq.files import atomically, to_json
 from onptq.methods import METHODS, initialize
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source
@@ -52,7 +53,7 @@ from onptq.policy import Policy, Side
 from onptq.progress import LoggedReporter, NamedReporter, QuietReporter, Reporter
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
-from onptq.run import Run, atomically, to_json
+from onptq.run import Run
 
 REPORT, WORDS = "report.json", "report.md"
 

@@ -12,8 +12,9 @@ from onptq.evaluate.answers import read_answers
 from onptq.evaluate.candidates import DENSE, slug
 from onptq.evaluate.margins import Margins
 from onptq.evaluate.summary import Results
+from onptq.files import to_json
 from onptq.recipe import difference
-from onptq.run import Run, to_json
+from onptq.run import Run
 
 IDENTITY, THETA, COST = "identity.json", "theta.safetensors", "cost.json"
 ANSWERS, ROLLOUTS, STATES = "answers.parquet", "trajectories.parquet", "states.parquet"

@@ -13,10 +13,11 @@ import numpy as np
 from onptq.bank import MISMATCH, States
 from onptq.evaluate.statistics import CONFIDENCE, Interval, Measure, Part, Resampler
 from onptq.recipe import Recipe
+from onptq.run import RECORD
 
 DENSE = "dense"
 NAMES = {DENSE: "source", "rtn": "plain rounding", "static": "static control", "onptq": "OnPTQ"}
-RECORD, ANSWERS, COMPARISON, STATES = "recipe.yaml", "answers.parquet", "comparison.json", ("final", "holdout.parquet")
+ANSWERS, COMPARISON, STATES = "answers.parquet", "comparison.json", ("final", "holdout.parquet")
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,7 @@ class Results:
     arms: Mapping[str, Mapping[str, Interval]]
     items: int
     states: int
-    prompts: int = 0  # held out, where the states were visited
-    chose: bool = False  # whether these prompts chose the iterate too
+    held_out: str = ""  # the prompts where they were visited
 
 
 def read_results(home: Path, method: str, seed: int = 0) -> Results | None:
@@ -36,6 +36,7 @@ def read_results(home: Path, method: str, seed: int = 0) -> Results | None:
     answers, kinds = _answers(home / ANSWERS), _kinds(home / COMPARISON)
     arms: dict[str, dict[str, Interval]] = {}
     states = prompts = 0
+    recipe = Recipe.from_yaml(home / RECORD) if (home / RECORD).is_file() else None
     for arm in answers or {method: []}:
         figures = {name: resampler.estimate(measure) for name, measure in _task_measures(answers, kinds, arm)}
         held_out = home.joinpath(*(() if arm == method else (arm,)), *STATES)
@@ -47,7 +48,7 @@ def read_results(home: Path, method: str, seed: int = 0) -> Results | None:
         if figures:
             arms[arm] = figures
     items = len({row["item"] for row in answers.get(DENSE, ())})
-    return Results(arms, items, states, prompts, _chose(home / RECORD)) if arms else None
+    return Results(arms, items, states, held_out_prompts(prompts, recipe)) if arms else None
 
 
 def measured(results: Results | None) -> str:
@@ -67,12 +68,10 @@ def not_measured(results: Results | None) -> str:
     return f"Not measured: any task but those above, {speed}."
 
 
-def _chose(record: Path) -> bool:
-    """Whether the held-out prompts of the recorded run chose among its iterates."""
-    if not record.is_file():
-        return False
-    recipe = Recipe.from_yaml(record)
-    return recipe.rounds > 0 and recipe.calibrate.keep == "best"
+def held_out_prompts(count: int, recipe: Recipe | None) -> str:
+    """In words, with what else they were used for: figures on prompts that chose the iterate are a little too good."""
+    chose = recipe is not None and recipe.rounds > 0 and recipe.calibrate.keep == "best"
+    return f"the {count} held-out prompts that also chose the iterate" if chose else f"{count} held-out prompts"
 
 
 def _answers(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -139,9 +138,8 @@ def _explained(results: Results, columns: Sequence[str]) -> str:
     if "flips %" in columns:
         said.append("flips: answers that turned right or wrong against the source.")
     if results.states:
-        which = "the {} held-out prompts that also chose the iterate" if results.chose else "{} held-out prompts"
         said.append(
             "mismatch, KL (nats): next-token decisions and distributions against the source, on the model's own answers "
-            f"to {which.format(results.prompts)} ({results.states:,} states)."
+            f"to {results.held_out} ({results.states:,} states)."
         )
     return " ".join(said)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onptq.kernels import launching_on
-from onptq.kernels.tiles import WARPS, rounded, saturated, sign, tiles
+from onptq.kernels.tiles import WARPS, in_steps, rounded, rows_here, saturated, sign, tiles
 from onptq.quantizer.integer import code_range
 
 
@@ -53,6 +53,12 @@ def _token_step(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr)
 
 
 @triton.jit
+def _placed(x, step, DTYPE: tl.constexpr):
+    """Where activations lie on the grid of codes, before they are rounded."""
+    return in_steps(x, step).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def _tokens_forward(
     x_ptr,
     out_ptr,
@@ -66,10 +72,7 @@ def _tokens_forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_in = row < rows
-    start = row.to(tl.int64)[:, None] * WIDTH
-    column = tl.arange(0, COLUMNS)[None, :]
+    row, row_in, start, column = rows_here(rows, WIDTH, ROWS, COLUMNS)
     dtype = x_ptr.dtype.element_ty
     tops = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, COLUMNS):
@@ -82,7 +85,7 @@ def _tokens_forward(
     for first in range(0, WIDTH, COLUMNS):
         inside = row_in[:, None] & (first + column < WIDTH)
         x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        v = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape)).to(dtype).to(tl.float32)
+        v = _placed(x, step, dtype)
         out = rounded(saturated(v, LOW, HIGH)) * step[:, None]
         tl.store(out_ptr + start + first + column, out.to(dtype), mask=inside)
 
@@ -102,10 +105,7 @@ def _tokens_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_in = row < rows
-    start = row.to(tl.int64)[:, None] * WIDTH
-    column = tl.arange(0, COLUMNS)[None, :]
+    row, row_in, start, column = rows_here(rows, WIDTH, ROWS, COLUMNS)
     dtype = x_ptr.dtype.element_ty
     top = tl.load(top_ptr + row, mask=row_in, other=0.0).to(tl.float32)
     step, free = _token_step(top, HALF, EPS, dtype)
@@ -115,7 +115,7 @@ def _tokens_backward(
         inside = row_in[:, None] & (first + column < WIDTH)
         x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        v = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape)).to(dtype).to(tl.float32)
+        v = _placed(x, step, dtype)
         code = rounded(saturated(v, LOW, HIGH))
         grad_steps += grad * tl.where((v >= LOW) & (v <= HIGH), code - v, code)
         tops += tl.where(inside & (tl.abs(x) == top[:, None]), 1.0, 0.0)
@@ -124,7 +124,7 @@ def _tokens_backward(
         inside = row_in[:, None] & (first + column < WIDTH)
         x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        v = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape)).to(dtype).to(tl.float32)
+        v = _placed(x, step, dtype)
         grad_x = tl.where((v >= LOW) & (v <= HIGH), grad, 0.0)
         grad_x += tl.where(tl.abs(x) == top[:, None], sign(x) * per_top[:, None], 0.0)
         tl.store(grad_x_ptr + start + first + column, grad_x.to(dtype), mask=inside)

@@ -37,3 +37,16 @@ def rounded(v):
 @triton.jit
 def sign(x):
     return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+
+
+@triton.jit
+def in_steps(x, step):
+    """Rows over their steps, by a division that is one."""
+    return tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape))
+
+
+@triton.jit
+def rows_here(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of this program: its rows, which of them exist, where they start in memory, and the columns of its first tile."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    return row, row < rows, row.to(tl.int64)[:, None] * WIDTH, tl.arange(0, COLUMNS)[None, :]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onptq.kernels import launching_on
-from onptq.kernels.tiles import WARPS, rounded, saturated, sign, tiles
+from onptq.kernels.tiles import WARPS, in_steps, rounded, rows_here, saturated, sign, tiles
 from onptq.quantizer.integer import code_range
 from onptq.quantizer.weights import OFF_TIE
 
@@ -122,6 +122,17 @@ def _row_grid(
 
 
 @triton.jit
+def _placed(scaled, offset_ptr, at, inside, zero, SYMMETRIC: tl.constexpr, OFFSET: tl.constexpr):
+    """Where weights in steps lie on the grid of codes, before they are rounded."""
+    v = scaled
+    if OFFSET:
+        v = v + (tl.load(offset_ptr + at, mask=inside, other=0.0) + zero[:, None])
+    elif not SYMMETRIC:
+        v = v + zero[:, None]
+    return v
+
+
+@triton.jit
 def _rows_forward(
     weight_ptr,
     ratio_ptr,
@@ -141,10 +152,7 @@ def _rows_forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_in = row < rows
-    start = row.to(tl.int64)[:, None] * WIDTH
-    column = tl.arange(0, COLUMNS)[None, :]
+    row, row_in, start, column = rows_here(rows, WIDTH, ROWS, COLUMNS)
     tops = tl.zeros([ROWS, COLUMNS], tl.float32)  # a range always holds 0, so 0 is neutral to both ends of it
     bottoms = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, COLUMNS):
@@ -165,12 +173,7 @@ def _rows_forward(
     for first in range(0, WIDTH, COLUMNS):
         inside = row_in[:, None] & (first + column < WIDTH)
         w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
-        v = tl.div_rn(w, tl.broadcast_to(step[:, None], w.shape))
-        if OFFSET:
-            shift = tl.load(offset_ptr + start + first + column, mask=inside, other=0.0) + zero[:, None]
-            v = v + shift
-        elif not SYMMETRIC:
-            v = v + zero[:, None]
+        v = _placed(in_steps(w, step), offset_ptr, start + first + column, inside, zero, SYMMETRIC, OFFSET)
         code = rounded(saturated(v, LOW, HIGH)) - zero[:, None]
         out = code.to(dtype).to(tl.float32) * factor
         tl.store(out_ptr + start + first + column, out.to(dtype), mask=inside)
@@ -201,10 +204,7 @@ def _rows_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_in = row < rows
-    start = row.to(tl.int64)[:, None] * WIDTH
-    column = tl.arange(0, COLUMNS)[None, :]
+    row, row_in, start, column = rows_here(rows, WIDTH, ROWS, COLUMNS)
     ratio = tl.load(ratio_ptr + row, mask=row_in, other=1.0)
     top = tl.load(top_ptr + row, mask=row_in, other=0.0)
     bottom = tl.load(bottom_ptr + row, mask=row_in, other=0.0)
@@ -216,12 +216,8 @@ def _rows_backward(
         inside = row_in[:, None] & (first + column < WIDTH)
         w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
         grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        scaled = tl.div_rn(w, tl.broadcast_to(step[:, None], w.shape))
-        v = scaled
-        if OFFSET:
-            v = v + (tl.load(offset_ptr + start + first + column, mask=inside, other=0.0) + zero[:, None])
-        elif not SYMMETRIC:
-            v = v + zero[:, None]
+        scaled = in_steps(w, step)
+        v = _placed(scaled, offset_ptr, start + first + column, inside, zero, SYMMETRIC, OFFSET)
         free_code = (v >= LOW) & (v <= HIGH)
         code = rounded(saturated(v, LOW, HIGH)) - zero[:, None]
         grad_steps += grad * tl.where(free_code, code - scaled, code)
@@ -247,11 +243,7 @@ def _rows_backward(
             inside = row_in[:, None] & (first + column < WIDTH)
             w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
             grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-            v = tl.div_rn(w, tl.broadcast_to(step[:, None], w.shape))
-            if OFFSET:
-                v = v + (tl.load(offset_ptr + start + first + column, mask=inside, other=0.0) + zero[:, None])
-            elif not SYMMETRIC:
-                v = v + zero[:, None]
+            v = _placed(in_steps(w, step), offset_ptr, start + first + column, inside, zero, SYMMETRIC, OFFSET)
             grad_weight = tl.where((v >= LOW) & (v <= HIGH), grad, 0.0)
             if SYMMETRIC:
                 grad_weight += tl.where(tl.abs(w) == top[:, None], sign(w) * per_top[:, None], 0.0)

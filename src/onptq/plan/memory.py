@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onptq.cycle.branch import ROW_TOKENS, TREE_TOKENS
 from onptq.cycle.compare import LOGIT_BYTES
-from onptq.cycle.rounds import Keep
+from onptq.cycle.room import Keep
 from onptq.job import SHARE_OF_FREE, keep_of_q
 from onptq.methods.search import SAMPLE_TOKENS
 from onptq.plan.parts import Shapes

@@ -25,6 +25,7 @@ from onptq.zoo.tokens import OMNI, QWEN
 from onptq.zoo.train.blocks import trusted_attention
 from onptq.zoo.train.card import write_card
 from onptq.zoo.train.checkpoint import VOCAB, WORDS, build_model, check_family, side, write_settings, write_weights
+from onptq.zoo.train.clock import Clock
 from onptq.zoo.train.collate import KINDS, LENGTH, Arrays, Layout, count_targets, train_tokenizer
 from onptq.zoo.train.curricula import CURRICULA
 from onptq.zoo.train.feed import Feed, Order
@@ -33,7 +34,6 @@ from onptq.zoo.train.optimize import Optimizer
 from onptq.zoo.train.sounds import SoundBank, Transcriber, disguise
 
 SAVE_SECONDS = 120.0
-WRITE_SECONDS = 8.0  # left at the end for writing the checkpoint
 SPOKEN_PART = 64  # lessons a speaker makes at a time
 
 
@@ -78,6 +78,9 @@ class Training:
     def learned(self, losses: Mapping[str, float]) -> bool:
         return bool(self.enough) and all(losses.get(kind, inf) <= most for kind, most in self.enough.items())
 
+    def clock(self, began: float) -> Clock:
+        return Clock(self.steps, None if self.minutes is None else began + 60 * self.minutes, self.settle)
+
 
 def train(training: Training, out: Path, reporter: Reporter | None = None) -> Path:
     """Train a model and write its checkpoint folder, with log.jsonl beside the weights."""
@@ -113,7 +116,7 @@ def train(training: Training, out: Path, reporter: Reporter | None = None) -> Pa
 
 def _run(trainer: Trainer, began: float, out: Path, reporter: Reporter) -> Iterator[dict[str, Any]]:
     """Step until the schedule is through; yields a record every so many steps."""
-    training, clock = trainer.training, Clock(trainer.training, began)
+    training, clock = trainer.training, trainer.training.clock(began)
     saved = marked = time.monotonic()
     with reporter.phase(f"training {training.family}", 1000, "per mille") as bar:
         shown = 0
@@ -141,33 +144,6 @@ def _run(trainer: Trainer, began: float, out: Path, reporter: Reporter) -> Itera
                 write_weights(out, training.family, trainer.model)
                 saved = time.monotonic()
         trainer.wait()
-
-
-class Clock:
-    """Which part of the schedule is done: by steps, by time or by what is left once enough was learned, whichever is further."""
-
-    def __init__(self, training: Training, began: float) -> None:
-        self._steps, self._settle = training.steps, training.settle
-        self._settled: tuple[int, float] | None = None  # since which step, and how far the schedule was then
-        self._end = None if training.minutes is None else began + 60 * training.minutes - WRITE_SECONDS
-        self._start: float | None = None
-
-    def start(self) -> None:
-        self._start = time.monotonic()
-
-    def settle(self, step: int) -> None:
-        """Enough was learned: the rest of the schedule passes quickly."""
-        if self._settled is None:
-            self._settled = step, self.progress(step)
-
-    def progress(self, step: int) -> float:
-        done = 0.0 if self._steps is None else step / self._steps
-        if self._end is not None and self._start is not None:
-            done = max(done, (time.monotonic() - self._start) / max(self._end - self._start, 1e-3))
-        if self._settled is not None:
-            since, before = self._settled
-            done = max(done, before + (1 - before) * (step - since) / self._settle)
-        return done
 
 
 class Trainer:

@@ -1,0 +1,97 @@
+"""Files that are written whole or not at all, errors of a disk that say what to do, and JSON that every reader takes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from onptq.errors import OnPTQError
+
+TEMPORARY = ".onptq-tmp-"
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+@contextmanager
+def atomically(target: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `target` that replaces it, synced to disk, if the block succeeds."""
+    temporary = target.with_name(f"{TEMPORARY}{os.getpid()}-{target.name}")  # keeps the suffix: some writers look at it
+    try:
+        with explained(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary.touch()
+            mode = temporary.stat().st_mode  # as the umask has it; safetensors lets only the owner read its files
+            yield temporary
+            temporary.chmod(mode)
+            _sync(temporary)
+            os.replace(temporary, target)
+            _sync(target.parent)
+    finally:
+        with suppress(OSError):  # on a disk gone read-only, the first error is the one to show
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def explained(target: Path) -> Iterator[None]:
+    """Turn a full or forbidden disk, however the writer reports it, into an error that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OnPTQError) or _disk_error(error) not in DISK_ERRORS:
+            raise
+        raise OnPTQError(
+            f"cannot write {target}: {error} ({_free(target)} free there). Finished steps are kept; "
+            "once this is mended the same command continues after the last of them"
+        ) from error
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: paths as text, arrays and tensors as numbers, NaN and infinity as null."""
+    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    """What JSON and YAML know: mappings, lists, text, numbers and None."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _disk_error(error: Exception) -> int | None:
+    """The operating system's error number; safetensors gives it only in words."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
+
+
+def _free(path: Path) -> str:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    free = float(shutil.disk_usage(path).free)
+    for unit in ("B", "KiB", "MiB"):
+        if free < 1024:
+            return f"{free:.0f} {unit}"
+        free /= 1024
+    return f"{free:.1f} GiB"
