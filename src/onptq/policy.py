@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onptq.errors import OnPTQError
-from onptq.models.decoder import KVCache, Tokens, TreeCache, head_logits, run_blocks
+from onptq.models.decoder import Cache, KVCache, Tokens, head_logits, run_blocks
 from onptq.models.encoding import EncodedPrompt, encode_many
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source, load_model
 from onptq.models.structure import LINEARS, NORMS, find_structure
@@ -126,7 +126,7 @@ class Policy:
     def run(
         self,
         tokens: Tokens,
-        cache: KVCache | TreeCache | None = None,
+        cache: Cache | None = None,
         observe: Callable[[int, Tensor], None] | None = None,
         checkpointed: bool = False,
     ) -> Tensor:

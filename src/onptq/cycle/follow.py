@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
+from onptq.cycle.decoding import Decoding
 from onptq.cycle.prefixes import Prefixes
-from onptq.models.decoder import Tokens
 from onptq.models.encoding import PromptBatch
 from onptq.policy import Side
 
@@ -34,29 +34,18 @@ def _rollout_batch(prefixes: Prefixes, index: int, side: Side) -> list[Trajector
 @torch.no_grad()
 def rollout(prefixes: Prefixes, index: int, side: Side = "Q") -> Tensor:
     """y_t = argmax z(s_t), [B, T]; a row that has ended goes on being fed its last token until all have ended."""
-    policy, batch = prefixes.policy, prefixes.batches[index]
-    prefix = prefixes.prompt(index, side)
+    policy, limit = prefixes.policy, prefixes.max_tokens
     eos = torch.tensor(sorted(policy.eos), device=policy.device)
-    size, limit = len(batch.prompts), prefixes.max_tokens
-    real = torch.cat((batch.real, batch.real.new_ones(size, limit)), dim=1)
-    positions = batch.response_positions(limit)
-    tokens: list[Tensor] = []
-    ended = torch.zeros(size, dtype=torch.bool, device=policy.device)
     look = LOOKS.get(policy.device.type, 1)
-    hidden = prefix.last
+    prefix = prefixes.prompt(index, side)
     with policy.speaking(side):
-        while True:
-            tokens.append(policy.logits(hidden).argmax(-1))
-            ended = ended | torch.isin(tokens[-1], eos)
-            count = len(tokens)
-            if count == limit or (count % look == 0 and bool(ended.all())):
-                return torch.stack(tokens, dim=1)
-            step = Tokens(
-                policy.embed(tokens[-1][:, None]),
-                positions[:, :, count - 1 : count],
-                real[:, None, None, : batch.width + count],
-            )
-            hidden = policy.run(step, prefix.cache)[:, 0]
+        decoding = Decoding(policy, prefixes.batches[index], prefix, limit)
+        while decoding.written < limit:
+            written = decoding.tokens[:, : decoding.written]
+            if decoding.written % look == 0 and bool(torch.isin(written, eos).any(1).all()):
+                return written
+            decoding.step()
+    return decoding.tokens
 
 
 def _cut(batch: PromptBatch, responses: Tensor, eos: frozenset[int]) -> Iterator[Trajectory]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from onptq.errors import OnPTQError
 from onptq.export.verify import unpack
 from onptq.models import family_of
-from onptq.models.decoder import KVCache, Tokens, TreeCache, head_logits, run_blocks
+from onptq.models.decoder import Cache, KVCache, Tokens, head_logits, run_blocks
 from onptq.models.encoding import EncodedPrompt, encode
 from onptq.models.family import Family
 from onptq.models.loading import CATALOGED, Source, load_model
@@ -65,7 +65,7 @@ class Reader:
     def cache(self, batch: int, slots: int) -> KVCache:
         return KVCache(self.structure, batch, slots, self.dtype, self.device)
 
-    def run(self, tokens: Tokens, cache: KVCache | TreeCache | None = None) -> Tensor:
+    def run(self, tokens: Tokens, cache: Cache | None = None) -> Tensor:
         return run_blocks(self.structure, tokens, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -18,19 +18,31 @@ from onptq.quantizer.integer import code_range
 
 def fake_quantize_tokens(x: Tensor, bits: int) -> Tensor:
     """Dynamic, symmetric, one step per token; x is [..., tokens, channels]."""
-    return _Tokens.apply(x, bits)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Tokens.apply(x, bits)  # type: ignore[no-any-return]
+    return _forward(x.contiguous(), bits)[0]
+
+
+def _grid(x: Tensor, bits: int) -> dict[str, float]:
+    low, high = code_range(bits)
+    return {"LOW": low, "HIGH": high, "HALF": (2**bits - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
+
+
+def _forward(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """What leaves, and the largest magnitude of each token."""
+    out, top = torch.empty_like(x), x.new_empty(x.shape[:-1])
+    grid, shape = tiles(x)
+    with launching_on(x):
+        _tokens_forward[grid](x, out, top, **shape, **_grid(x, bits), num_warps=WARPS)
+    return out, top
 
 
 class _Tokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: int) -> Tensor:
         x = x.contiguous()
-        out, top = torch.empty_like(x), x.new_empty(x.shape[:-1])
-        low, high = code_range(bits)
-        ctx.grid = {"LOW": low, "HIGH": high, "HALF": (2**bits - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
-        grid, shape = tiles(x)
-        with launching_on(x):
-            _tokens_forward[grid](x, out, top, **shape, **ctx.grid, num_warps=WARPS)
+        out, top = _forward(x, bits)
+        ctx.bits = bits
         ctx.save_for_backward(x, top)
         return out
 
@@ -41,7 +53,8 @@ class _Tokens(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         grid, shape = tiles(x)
         with launching_on(x):
-            _tokens_backward[grid](grad.contiguous(), x, top, grad_x, **shape, **ctx.grid, num_warps=WARPS)
+            launch = _tokens_backward[grid]
+            launch(grad.contiguous(), x, top, grad_x, **shape, **_grid(x, ctx.bits), num_warps=WARPS)
         return grad_x, None
 
 
@@ -58,13 +71,13 @@ def _placed(x, step, DTYPE: tl.constexpr):
     return in_steps(x, step).to(DTYPE).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _tokens_forward(
     x_ptr,
     out_ptr,
     top_ptr,
     rows,
-    WIDTH: tl.constexpr,
+    width,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     HALF: tl.constexpr,
@@ -72,32 +85,32 @@ def _tokens_forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row, row_in, start, column = rows_here(rows, WIDTH, ROWS, COLUMNS)
+    row, row_in, start, column = rows_here(rows, width, ROWS, COLUMNS)
     dtype = x_ptr.dtype.element_ty
     tops = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
+    for first in range(0, width, COLUMNS):
+        inside = row_in[:, None] & (first + column < width)
         x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         tops = tl.maximum(tops, tl.abs(x))
     top = tl.max(tops, 1)
     tl.store(top_ptr + row, top.to(dtype), mask=row_in)
     step, _ = _token_step(top, HALF, EPS, dtype)
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
+    for first in range(0, width, COLUMNS):
+        inside = row_in[:, None] & (first + column < width)
         x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         v = _placed(x, step, dtype)
         out = rounded(saturated(v, LOW, HIGH)) * step[:, None]
         tl.store(out_ptr + start + first + column, out.to(dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _tokens_backward(
     grad_ptr,
     x_ptr,
     top_ptr,
     grad_x_ptr,
     rows,
-    WIDTH: tl.constexpr,
+    width,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     HALF: tl.constexpr,
@@ -105,14 +118,14 @@ def _tokens_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row, row_in, start, column = rows_here(rows, WIDTH, ROWS, COLUMNS)
+    row, row_in, start, column = rows_here(rows, width, ROWS, COLUMNS)
     dtype = x_ptr.dtype.element_ty
     top = tl.load(top_ptr + row, mask=row_in, other=0.0).to(tl.float32)
     step, free = _token_step(top, HALF, EPS, dtype)
     grad_steps = tl.zeros([ROWS, COLUMNS], tl.float32)
     tops = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
+    for first in range(0, width, COLUMNS):
+        inside = row_in[:, None] & (first + column < width)
         x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         v = _placed(x, step, dtype)
@@ -120,8 +133,8 @@ def _tokens_backward(
         grad_steps += grad * tl.where((v >= LOW) & (v <= HIGH), code - v, code)
         tops += tl.where(inside & (tl.abs(x) == top[:, None]), 1.0, 0.0)
     per_top = tl.where(free, tl.sum(grad_steps, 1) / HALF, 0.0) / tl.maximum(tl.sum(tops, 1), 1.0)
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
+    for first in range(0, width, COLUMNS):
+        inside = row_in[:, None] & (first + column < width)
         x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         v = _placed(x, step, dtype)

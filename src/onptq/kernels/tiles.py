@@ -18,7 +18,7 @@ def tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
     rows = x.numel() // width
     columns = min(WIDEST, triton.next_power_of_2(width))
     held = min(TILE // columns, triton.next_power_of_2(rows))
-    return (triton.cdiv(rows, held),), {"rows": rows, "WIDTH": width, "ROWS": held, "COLUMNS": columns}
+    return (triton.cdiv(rows, held),), {"rows": rows, "width": width, "ROWS": held, "COLUMNS": columns}
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def in_steps(x, step):
 
 
 @triton.jit
-def rows_here(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def rows_here(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Of this program: its rows, which of them exist, where they start in memory, and the columns of its first tile."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    return row, row < rows, row.to(tl.int64)[:, None] * WIDTH, tl.arange(0, COLUMNS)[None, :]
+    return row, row < rows, row.to(tl.int64)[:, None] * width, tl.arange(0, COLUMNS)[None, :]

@@ -75,7 +75,7 @@ def _log_mean(x):
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))) - 0.6931471805599453
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["states"])
 def normalizers_kernel(
     dense_ptr,
     quant_ptr,
@@ -127,7 +127,7 @@ def normalizers_kernel(
     tl.store(part_ptr + 5 * size, id_q.to(tl.float32), mask=state_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["states"])
 def decisions_kernel(
     dense_ptr,
     quant_ptr,
@@ -189,7 +189,7 @@ def decisions_kernel(
     tl.store(part_ptr + 6 * size, rival_q, mask=state_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["states"])
 def kl_kernel(
     dense_ptr,
     quant_ptr,
@@ -224,7 +224,7 @@ def kl_kernel(
     tl.store(part_ptr + split * states + state, kl, mask=state_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["states"])
 def kl_slope_kernel(
     dense_ptr,
     quant_ptr,

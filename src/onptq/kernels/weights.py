@@ -132,7 +132,7 @@ def _placed(scaled, offset_ptr, at, inside, zero, SYMMETRIC: tl.constexpr, OFFSE
     return v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rows_forward(
     weight_ptr,
     ratio_ptr,
@@ -141,7 +141,7 @@ def _rows_forward(
     top_ptr,
     bottom_ptr,
     rows,
-    WIDTH: tl.constexpr,
+    width,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     SYMMETRIC: tl.constexpr,
@@ -152,11 +152,11 @@ def _rows_forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row, row_in, start, column = rows_here(rows, WIDTH, ROWS, COLUMNS)
+    row, row_in, start, column = rows_here(rows, width, ROWS, COLUMNS)
     tops = tl.zeros([ROWS, COLUMNS], tl.float32)  # a range always holds 0, so 0 is neutral to both ends of it
     bottoms = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
+    for first in range(0, width, COLUMNS):
+        inside = row_in[:, None] & (first + column < width)
         w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
         if SYMMETRIC:
             tops = tl.maximum(tops, tl.abs(w))
@@ -170,8 +170,8 @@ def _rows_forward(
     _, _, step, zero = _row_grid(ratio, top, bottom, LOW, HIGH, SYMMETRIC, PER_TOP, EPS, STORAGE)
     dtype = out_ptr.dtype.element_ty
     factor = step.to(dtype).to(tl.float32)[:, None]
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
+    for first in range(0, width, COLUMNS):
+        inside = row_in[:, None] & (first + column < width)
         w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
         v = _placed(in_steps(w, step), offset_ptr, start + first + column, inside, zero, SYMMETRIC, OFFSET)
         code = rounded(saturated(v, LOW, HIGH)) - zero[:, None]
@@ -179,7 +179,7 @@ def _rows_forward(
         tl.store(out_ptr + start + first + column, out.to(dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rows_backward(
     grad_ptr,
     weight_ptr,
@@ -191,7 +191,7 @@ def _rows_backward(
     grad_ratio_ptr,
     grad_offset_ptr,
     rows,
-    WIDTH: tl.constexpr,
+    width,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     SYMMETRIC: tl.constexpr,
@@ -204,7 +204,7 @@ def _rows_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row, row_in, start, column = rows_here(rows, WIDTH, ROWS, COLUMNS)
+    row, row_in, start, column = rows_here(rows, width, ROWS, COLUMNS)
     ratio = tl.load(ratio_ptr + row, mask=row_in, other=1.0)
     top = tl.load(top_ptr + row, mask=row_in, other=0.0)
     bottom = tl.load(bottom_ptr + row, mask=row_in, other=0.0)
@@ -212,8 +212,8 @@ def _rows_backward(
     grad_steps = tl.zeros([ROWS, COLUMNS], tl.float32)
     tops = tl.zeros([ROWS, COLUMNS], tl.float32)  # several weights may be the largest, and share its gradient
     bottoms = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, WIDTH, COLUMNS):
-        inside = row_in[:, None] & (first + column < WIDTH)
+    for first in range(0, width, COLUMNS):
+        inside = row_in[:, None] & (first + column < width)
         w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
         grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         scaled = in_steps(w, step)
@@ -239,8 +239,8 @@ def _rows_backward(
         else:
             per_top = per_span / (HIGH - LOW) / tl.maximum(tl.sum(tops, 1), 1.0)
             per_bottom = -per_span / (HIGH - LOW) / tl.maximum(tl.sum(bottoms, 1), 1.0)
-        for first in range(0, WIDTH, COLUMNS):
-            inside = row_in[:, None] & (first + column < WIDTH)
+        for first in range(0, width, COLUMNS):
+            inside = row_in[:, None] & (first + column < width)
             w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
             grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
             v = _placed(in_steps(w, step), offset_ptr, start + first + column, inside, zero, SYMMETRIC, OFFSET)

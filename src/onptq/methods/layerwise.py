@@ -20,6 +20,7 @@ from onptq.cycle.prefixes import Prefixes, causal_mask
 from onptq.errors import OnPTQError
 from onptq.methods.activations import listening
 from onptq.methods.linears import dense_weight, rounded_weight
+from onptq.models.attention import trusted_attention
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import TEXT
 from onptq.models.structure import Block
@@ -83,9 +84,10 @@ class Stream:
 
     def run(self, block: Block) -> Tensor:
         """What enters the next block, [B, S, d], DeepStack's features included; the stream stays where it is."""
-        out: Tensor = block.module(
-            self.hidden, attention_mask=self.mask, position_embeddings=self.rotary, past_key_values=None
-        )
+        with trusted_attention():
+            out: Tensor = block.module(
+                self.hidden, attention_mask=self.mask, position_embeddings=self.rotary, past_key_values=None
+            )
         return out + self.deepstack[block.index] if block.index < len(self.deepstack) else out
 
     def entering(self, block: Block) -> dict[str, Tensor]:
@@ -102,9 +104,10 @@ class Stream:
         """What a pair's error is measured on: the attention for q/k/v, the MLP for gate/up, the linear itself for o and down."""
         if pair == "norm_qkv":
             attention = block.owner("q_proj")
-            out: Tensor = attention(
-                hidden_states=x, attention_mask=self.mask, position_embeddings=self.rotary, past_key_values=None
-            )[0]
+            with trusted_attention():
+                out: Tensor = attention(
+                    hidden_states=x, attention_mask=self.mask, position_embeddings=self.rotary, past_key_values=None
+                )[0]
             return out
         module = block.owner("gate_proj") if pair == "norm_gate_up" else block.child(PAIRS[pair][1][0])
         return module(x)  # type: ignore[no-any-return]

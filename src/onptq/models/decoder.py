@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from onptq.models.attention import trusted_attention
 from onptq.models.structure import Structure
 
 
@@ -30,6 +31,10 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
+    @property
+    def slots(self) -> int:
+        return self.keys[0].shape[2]
+
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         end = self.length + key.shape[2]
         self.keys[layer][:, :, self.length : end] = key
@@ -41,6 +46,21 @@ class KVCache:
 
     def rewind(self, length: int) -> None:
         self.length = length
+
+
+class SlotCache:
+    """Writes a token's keys into the slot that a tensor names and reads all slots; the mask says which of them count. From token
+    to token only that tensor changes, so a GPU can replay what it did for one."""
+
+    def __init__(self, cache: KVCache, slot: Tensor) -> None:
+        self.cache, self.slot = cache, slot  # slot: [1]
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return keys.index_copy_(2, self.slot, key), values.index_copy_(2, self.slot, value)
+
+    def advance(self, tokens: int) -> None:
+        """Who names the slot goes on."""
 
 
 class TreeCache:
@@ -64,6 +84,9 @@ class TreeCache:
         """The prefix stays as long as it is."""
 
 
+Cache = KVCache | SlotCache | TreeCache
+
+
 @dataclass(frozen=True)
 class Tokens:
     """What enters the decoder: embeddings [B, S, d], positions [A, B, S] (A = 3 for M-RoPE, else 1), who sees whom
@@ -78,7 +101,7 @@ class Tokens:
 def run_blocks(
     structure: Structure,
     tokens: Tokens,
-    cache: KVCache | TreeCache | None = None,
+    cache: Cache | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
     checkpointed: bool = False,
 ) -> Tensor:
@@ -88,7 +111,8 @@ def run_blocks(
     rotary = decoder.rotary_emb(hidden, positions)  # type: ignore[operator]
 
     def step(block: nn.Module, hidden: Tensor) -> Tensor:
-        out: Tensor = block(hidden, attention_mask=tokens.mask, position_embeddings=rotary, past_key_values=cache)
+        with trusted_attention():
+            out: Tensor = block(hidden, attention_mask=tokens.mask, position_embeddings=rotary, past_key_values=cache)
         return out
 
     for block in structure.blocks:

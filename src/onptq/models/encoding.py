@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onptq.data.prompts import Prompt
+from onptq.models.attention import trusted_attention
 from onptq.models.family import TEXT
 from onptq.models.processing import ModelInputs, PromptProcessor
 from onptq.models.structure import Structure
@@ -140,7 +141,8 @@ def _at_the_door(model: nn.Module, structure: Structure, tensors: Mapping[str, T
     _forget_positions(model)
     hook = structure.decoder.register_forward_pre_hook(listen, with_kwargs=True)
     try:
-        model(**tensors, use_cache=False)
+        with trusted_attention():
+            model(**tensors, use_cache=False)
     except _AtTheDoor:
         pass
     finally:

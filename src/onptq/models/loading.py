@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,10 @@ class Source:
 
     def sha256(self, advance: Callable[[int], None] = lambda files: None) -> str:
         digest = hashlib.sha256()
-        for path in self.files:
-            with path.open("rb") as file:
-                digest.update(f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-            advance(1)
+        with ThreadPoolExecutor() as pool:
+            for path, found in zip(self.files, pool.map(_file_sha256, self.files), strict=True):
+                digest.update(f"{path.name}:{found}\n".encode())
+                advance(1)
         return digest.hexdigest()
 
     def eos(self) -> tuple[int, ...]:
@@ -72,6 +73,11 @@ class Source:
                 f"{self.folder}: weights are stored as {stored}; expected {', '.join(STORED)} (not quantized yet)"
             )
         return STORED[stored]
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def find_source(model: str | Path) -> Source:
@@ -154,10 +160,10 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device) -> nn.M
         raise OnPTQError(
             f"{source.folder} lacks {len(missing)} tensors that {source.family.model_class} needs, e.g. {missing[0]}"
         )
-    for name, parameter in model.named_parameters():
+    loaded: nn.Module = model.to(device).eval().requires_grad_(False)
+    for name, parameter in loaded.named_parameters():
         if not torch.isfinite(parameter).all():
             raise OnPTQError(f"{source.folder}: the weight {name} holds NaN or infinity; expected finite weights")
-    loaded: nn.Module = model.to(device).eval().requires_grad_(False)
     return loaded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -139,6 +140,9 @@ class QuantNorm(nn.Module):
         self.block, self.name, self.storage, self.switch = block, name, storage, switch
         self.live: Theta | None = None
         self.folded: FoldedNorm | None = None
+        self._frozen: tuple[
+            nn.Module, ...
+        ] = ()  # the norm with the folded gain; a tuple, lest it count as part of the model
 
     @property
     def weight(self) -> Tensor:
@@ -148,22 +152,25 @@ class QuantNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.switch.quantized:
             return self.norm(x)  # type: ignore[no-any-return]
-        if self.live is not None:
-            gain = self._gain(self.live)
-        elif self.folded is not None:
-            gain = self.folded.weight
-        else:
+        if self._frozen:
+            return self._frozen[0](x)  # type: ignore[no-any-return]
+        if self.live is None:
             raise RuntimeError("the policy speaks as Q but no theta was attached or frozen")
-        return functional_call(self.norm, {"weight": gain.to(self.weight.dtype)}, (x,))  # type: ignore[no-any-return]
+        gain = self._gain(self.live).to(self.weight.dtype)
+        return functional_call(self.norm, {"weight": gain}, (x,))  # type: ignore[no-any-return]
 
     def attach(self, theta: Theta) -> None:
-        self.live, self.folded = theta, None
+        self.release()
+        self.live = theta
 
     def release(self) -> None:
-        self.live, self.folded = None, None
+        self.live, self.folded, self._frozen = None, None, ()
 
     def freeze(self, theta: Theta) -> None:
-        self.live, self.folded = None, self.fold(theta)
+        self.release()
+        self.folded, frozen = self.fold(theta), copy.deepcopy(self.norm)
+        frozen.weight = nn.Parameter(self.folded.weight.to(self.weight.dtype), requires_grad=False)
+        self._frozen = (frozen,)
 
     @torch.no_grad()
     def fold(self, theta: Theta) -> FoldedNorm:

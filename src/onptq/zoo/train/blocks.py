@@ -5,13 +5,11 @@ Weights that read the same input are multiplied together, and nothing waits for 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, [B or 1, L, head width]
 
@@ -118,17 +116,6 @@ class PlainBlock(NamedTuple):
             Linear.of(layer.fc1),
             Linear.of(layer.fc2),
         )
-
-
-def trusted_attention() -> AbstractContextManager[None]:
-    """All kernels but cuDNN's, which PyTorch 2.11 and later prefer on Hopper GPUs.
-
-    With 64 keys, and pictures have 64 patches, its gradient is NaN where a row's logsumexp is below -88.7, minus the log of
-    the largest float: keys beyond the last count as exp(0 - logsumexp) times 0 (pytorch/pytorch#196678).
-    """
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    trusted: AbstractContextManager[None] = sdpa_kernel(kernels)
-    return trusted
 
 
 def decode(x: Tensor, block: DecoderBlock, rotary: Rotary, head_dim: int, eps: float) -> Tensor:

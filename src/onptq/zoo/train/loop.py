@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from onptq.errors import OnPTQError
+from onptq.models.attention import trusted_attention
 from onptq.progress import QuietReporter, Reporter
 from onptq.zoo.sprites import render
 from onptq.zoo.tokens import OMNI, QWEN
-from onptq.zoo.train.blocks import trusted_attention
 from onptq.zoo.train.card import write_card
 from onptq.zoo.train.checkpoint import VOCAB, WORDS, build_model, check_family, side, write_settings, write_weights
 from onptq.zoo.train.clock import Clock

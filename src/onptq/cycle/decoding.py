@@ -1,0 +1,61 @@
+"""Greedy decoding, one token of every row at a time. On a GPU a step is recorded as a CUDA graph and replayed: the host starts
+one graph instead of a thousand kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from onptq.cycle.prefixes import Prefix
+from onptq.models.decoder import SlotCache, Tokens
+from onptq.models.encoding import PromptBatch
+from onptq.policy import Policy
+
+WARM_UP = 2  # steps before a recording: kernels are compiled and loaded in them
+WORTH = 8  # steps that a recording must serve to gain anything
+
+
+class Decoding:
+    """y_t = argmax z(s_t) for a batch. All that changes from step to step lies in tensors of its own."""
+
+    def __init__(self, policy: Policy, batch: PromptBatch, prefix: Prefix, limit: int) -> None:
+        size, device = len(batch.prompts), policy.device
+        self.policy, self.limit, self.written = policy, limit, 1
+        self.tokens = torch.zeros(size, limit, dtype=torch.long, device=device)  # y_1..y_limit
+        self.tokens[:, 0] = policy.logits(prefix.last).argmax(-1)
+        self._fed = torch.zeros(1, dtype=torch.long, device=device)  # which of them is fed next
+        self._slot = torch.full((1,), batch.width, device=device)  # and where its keys go
+        self._positions = batch.response_positions(1).clone()
+        slots = prefix.cache.slots
+        self._seen = torch.zeros(size, 1, 1, slots, dtype=torch.bool, device=device)
+        self._seen[:, 0, 0, : batch.width] = batch.real
+        self._cache = SlotCache(prefix.cache, self._slot)
+        self._go: Callable[[], None] = self._step
+
+    def step(self) -> None:
+        """One more token of every row."""
+        if self._records():
+            self._go = _recorded(self._step)
+        self._go()
+        self.written += 1
+
+    def _records(self) -> bool:
+        return self.policy.device.type == "cuda" and self.written == 1 + WARM_UP and self.limit - self.written >= WORTH
+
+    def _step(self) -> None:
+        policy = self.policy
+        token = self.tokens.index_select(1, self._fed)
+        self._seen.index_fill_(3, self._slot, True)
+        hidden = policy.run(Tokens(policy.embed(token), self._positions, self._seen), self._cache)[:, 0]
+        for counter in (self._fed, self._slot, self._positions):
+            counter += 1
+        self.tokens.index_copy_(1, self._fed, policy.logits(hidden).argmax(-1, keepdim=True))
+
+
+def _recorded(step: Callable[[], None]) -> Callable[[], None]:
+    """Recording runs nothing: every replay is one step."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
