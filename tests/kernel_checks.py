@@ -31,7 +31,7 @@ from onptq.models.processing import PromptProcessor
 from onptq.policy import Policy, load_policy
 from onptq.quantizer.integer import fake_quantize_activations
 from onptq.quantizer.theta import Theta
-from onptq.quantizer.weights import fake_quantize_weight
+from onptq.quantizer.weights import dequantize, fake_quantize_weight, weight_codes
 from onptq.schemes import Scheme
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,19 +116,26 @@ def test_tokens_are_fake_quantized_as_plainly(
     close(found["kernels"][1], found["twins"][1], GRADIENTS[dtype])
 
 
-def weights(scheme: Scheme, columns: int, storage: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of every kind: zeros, one sign only, two largest, too small for a step that is not 0."""
+def weights(scheme: Scheme, columns: int, storage: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Rows of every kind: zeros, one sign only, two largest, too small for a step that is not 0. And theta: log-scales of
+    inputs and outputs, log-ratios, offsets."""
     weight = normal(7, columns, seed=3)
     weight[1] = 0
     weight[2], weight[3] = weight[2].abs() + 0.1, -weight[3].abs() - 0.1
     weight[4, 0], weight[4, 1] = 5, -5
+    log_in, log_out = normal(columns, seed=18) / 4, normal(7, seed=19) / 4
+    log_in[1] = log_in[0]
     weight[5] *= torch.finfo(storage).tiny / 2**12 if storage == torch.float16 else 1
     groups = columns // scheme.group_size if scheme.group_size else 1
     log_ratio = torch.linspace(-0.7, 0.1, 7 * groups, device=DEVICE).view(7, groups)
-    return weight, log_ratio, torch.rand(7, columns, generator=torch.Generator().manual_seed(4)).to(DEVICE) - 0.5
+    offset = torch.rand(7, columns, generator=torch.Generator().manual_seed(4)).to(DEVICE) - 0.5
+    return weight, (log_in, log_out, log_ratio, offset)
 
 
-@pytest.mark.parametrize("with_offset", [False, True], ids=["nearest", "offset"])
+PARTS = {"ratio": (2,), "smoothing": (0, 2), "both sides": (0, 1, 2), "offset": (2, 3), "all": (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("name", "columns"),
@@ -142,41 +149,61 @@ def weights(scheme: Scheme, columns: int, storage: torch.dtype) -> tuple[Tensor,
     ],
 )
 def test_weights_are_fake_quantized_as_plainly(
-    choose: Callable[[str], None], name: str, columns: int, dtype: torch.dtype, with_offset: bool
+    choose: Callable[[str], None], name: str, columns: int, dtype: torch.dtype, parts: tuple[int, ...]
 ) -> None:
     scheme = Scheme.parse(name)
-    start = weights(scheme, columns, dtype)
+    weight, start = weights(scheme, columns, dtype)
     grad = normal(7, columns, seed=5).to(dtype)
     found = {}
     for who in ("kernels", "twins"):
         choose(who)
-        weight, log_ratio, offset = (tensor.clone().requires_grad_() for tensor in start)
-        out = fake_quantize_weight(weight, log_ratio, offset if with_offset else None, scheme, dtype, dtype)
+        theta = [tensor.clone().requires_grad_() if part in parts else None for part, tensor in enumerate(start)]
+        out = fake_quantize_weight(weight.to(dtype), *theta, scheme, dtype, dtype)
         out.backward(grad)
-        found[who] = out.detach(), [tensor.grad for tensor in (weight, log_ratio, offset)]
+        found[who] = out.detach(), [theta[part].grad for part in parts]
     assert found["kernels"][0].dtype == dtype
     assert torch.equal(found["kernels"][0], found["twins"][0])
     for kernel, twin in zip(found["kernels"][1], found["twins"][1], strict=True):
-        if kernel is None and twin is None:
-            assert not with_offset
-            continue
         close(kernel, twin, 2e-6)
 
 
-@pytest.mark.parametrize("wanted", [(False, True, False), (False, False, True), (True, False, False)], ids=str)
-def test_a_gradient_that_nobody_wants_is_not_made(choose: Callable[[str], None], wanted: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["W4A16", "W8A8", "W4A16-g12", "W3A16-g12-asym"])
+def test_codes_become_weights_as_plainly(choose: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
+    scheme = Scheme.parse(name)
+    weight, (*_, log_ratio, offset) = weights(scheme, 60, torch.bfloat16)
+    codes = weight_codes(weight, log_ratio, offset, scheme, torch.bfloat16)
+    found = {}
+    for who in ("kernels", "twins"):
+        choose(who)
+        found[who] = dequantize(*codes, dtype)
+    assert found["kernels"].dtype == dtype
+    assert torch.equal(found["kernels"], found["twins"])
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_a_gradient_that_nobody_wants_is_not_made(choose: Callable[[str], None], wanted: int) -> None:
     scheme = Scheme.parse("W4A16-asym")
-    start = weights(scheme, 60, torch.float32)
+    weight, start = weights(scheme, 60, torch.float32)
     grads = {}
     for who in ("kernels", "twins"):
         choose(who)
-        inputs = [tensor.clone().requires_grad_(want) for tensor, want in zip(start, wanted, strict=True)]
-        fake_quantize_weight(*inputs, scheme, torch.float32, torch.float32).square().sum().backward()
-        grads[who] = [tensor.grad for tensor in inputs]
-    for kernel, twin, want in zip(grads["kernels"], grads["twins"], wanted, strict=True):
-        assert (kernel is not None) == want
-        if want:
+        theta = [tensor.clone().requires_grad_(part == wanted) for part, tensor in enumerate(start)]
+        fake_quantize_weight(weight, *theta, scheme, torch.float32, torch.float32).square().sum().backward()
+        grads[who] = [tensor.grad for tensor in theta]
+    for part, (kernel, twin) in enumerate(zip(grads["kernels"], grads["twins"], strict=True)):
+        assert (kernel is not None) == (part == wanted)
+        if part == wanted:
             close(kernel, twin, 2e-6)
+
+
+def test_a_weight_that_is_learned_itself_goes_the_plain_way(choose: Callable[[str], None]) -> None:
+    choose("kernels")
+    weight, theta = weights(Scheme(4), 60, torch.float32)
+    weight.requires_grad_()
+    fake_quantize_weight(weight, *theta, Scheme(4), torch.float32, torch.float32).square().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() > 0
 
 
 def test_steps_and_codes_are_the_oracles(choose: Callable[[str], None]) -> None:
@@ -193,21 +220,28 @@ def test_steps_and_codes_are_the_oracles(choose: Callable[[str], None]) -> None:
 
     ratio = torch.linspace(0.5, 1, 6, device=DEVICE)[:, None]
     step = oracles.row_step(exact, ratio.double().cpu().numpy(), 4)
-    out = fake_quantize_weight(x, ratio.log(), None, Scheme(4), torch.float32, torch.float32)
+    out = fake_quantize_weight(x, None, None, ratio.log(), None, Scheme(4), torch.float32, torch.float32)
     expected = oracles.rounding(exact, step, 4)
     np.testing.assert_allclose(out.double().cpu().numpy(), expected(exact, step), rtol=2e-6)
 
 
 def test_gradients_are_those_of_the_oracles_surrogate(choose: Callable[[str], None]) -> None:
-    """Along random directions of weight and ratio, by central differences in float64."""
+    """Along random directions of both smoothings and the ratio, by central differences in float64."""
     choose("kernels")
-    weight, log_ratio, grad = normal(5, 70, seed=9), -normal(5, 1, seed=10).abs() / 2, normal(5, 70, seed=11)
-    weight, log_ratio = weight.requires_grad_(), log_ratio.requires_grad_()
-    fake_quantize_weight(weight, log_ratio, None, Scheme(4), torch.float32, torch.float32).backward(grad)
-    at = [tensor.detach().double().cpu().numpy() for tensor in (weight, log_ratio)]
-    frozen = oracles.rounding(at[0], oracles.row_step(at[0], np.exp(at[1]), 4), 4)
+    weight, grad = normal(5, 70, seed=9), normal(5, 70, seed=11)
+    start = (normal(70, seed=22) / 4, normal(5, seed=23) / 4, -normal(5, 1, seed=10).abs() / 2)
+    theta = [tensor.requires_grad_() for tensor in start]
+    fake_quantize_weight(weight, *theta, None, Scheme(4), torch.float32, torch.float32).backward(grad)
+    at = [tensor.detach().double().cpu().numpy() for tensor in theta]
+    exact = weight.double().cpu().numpy()
 
-    def value(w: np.ndarray, c: np.ndarray) -> float:
+    def smooth(u: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return exact * np.exp(u) / np.exp(out)[:, None]
+
+    frozen = oracles.rounding(smooth(*at[:2]), oracles.row_step(smooth(*at[:2]), np.exp(at[2]), 4), 4)
+
+    def value(u: np.ndarray, out: np.ndarray, c: np.ndarray) -> float:
+        w = smooth(u, out)
         return float((grad.double().cpu().numpy() * frozen(w, oracles.row_step(w, np.exp(c), 4))).sum())
 
     rng = np.random.default_rng(0)
@@ -215,7 +249,7 @@ def test_gradients_are_those_of_the_oracles_surrogate(choose: Callable[[str], No
         along = [rng.standard_normal(point.shape) for point in at]
         ahead, behind = ([p + sign * 1e-6 * a for p, a in zip(at, along, strict=True)] for sign in (1, -1))
         expected = (value(*ahead) - value(*behind)) / 2e-6
-        grads = [tensor.grad.double().cpu().numpy() for tensor in (weight, log_ratio)]
+        grads = [tensor.grad.double().cpu().numpy() for tensor in theta]
         found = sum(float((g * a).sum()) for g, a in zip(grads, along, strict=True))
         assert found == pytest.approx(expected, rel=1e-4)
 
@@ -229,7 +263,8 @@ def test_what_is_not_a_number_stays_visible(choose: Callable[[str], None]) -> No
     assert out[2].isnan().any()
     assert out[0].isfinite().all()
     scheme = Scheme.parse("W4A16-asym")
-    out = fake_quantize_weight(x, torch.zeros(4, 1, device=DEVICE), None, scheme, torch.bfloat16, torch.bfloat16)
+    ratio = torch.zeros(4, 1, device=DEVICE)
+    out = fake_quantize_weight(x, None, None, ratio, None, scheme, torch.bfloat16, torch.bfloat16)
     assert out[1].isnan().any()
     assert out[3].isfinite().all()
 
@@ -354,14 +389,21 @@ if DEVICE == "cuda":
         slope = (z_quant.softmax(-1) - z_dense.softmax(-1)).bfloat16()
         close(quant.grad, slope @ head, 1e-2)
 
-        weight, ratio = normal(3584, 18944, seed=20), torch.zeros(3584, 1, device=DEVICE)
+        weight, grad = (normal(3584, 18944, seed=seed).bfloat16() for seed in (20, 24))
+        start_theta = normal(18944, seed=25) / 4, normal(3584, seed=26) / 4, -normal(3584, 1, seed=27).abs() / 8
+        learned: dict[str, list[Tensor]] = {}
         x = normal(16384, 18944, seed=21).bfloat16()
         outs = {}
         for who in ("kernels", "twins"):
             choose(who)
-            rounded = fake_quantize_weight(weight, ratio, None, Scheme(4), torch.bfloat16, torch.bfloat16)
-            outs[who] = rounded, fake_quantize_activations(x, 8)
+            theta = [tensor.clone().requires_grad_() for tensor in start_theta]
+            rounded = fake_quantize_weight(weight, *theta, None, Scheme(4), torch.bfloat16, torch.bfloat16)
+            rounded.backward(grad)
+            outs[who] = rounded.detach(), fake_quantize_activations(x, 8)
+            learned[who] = [tensor.grad for tensor in theta]
         assert all(torch.equal(kernel, twin) for kernel, twin in zip(outs["kernels"], outs["twins"], strict=True))
+        for kernel, twin in zip(learned["kernels"], learned["twins"], strict=True):
+            close(kernel, twin, 1e-5)
 
 
 # Where the library calls them

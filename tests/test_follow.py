@@ -11,9 +11,12 @@ from conftest import FAMILIES, Tiny
 from naive import EXACT, WEIGHT_ONLY, Scene, decoder_forwards, scene, without_ties
 
 from onptq.bank import Trajectory
+from onptq.cycle import decoding
+from onptq.cycle.decoding import Decoding
 from onptq.cycle.follow import LOOKS, follow
 from onptq.cycle.prefixes import Prefixes
-from onptq.policy import Policy
+from onptq.policy import Policy, load_policy
+from onptq.quantizer.theta import Theta
 
 LIMIT = 5
 
@@ -115,3 +118,40 @@ def test_progress_counts_every_prompt(tiny: Callable[[str], Tiny]) -> None:
     follow(prefixes, advance=done.append)
     assert len(done) == len(prefixes.batches) > 1
     assert sum(done) == len(scenery.ordinals)
+
+
+def test_from_step_to_step_nothing_moves_in_memory(tiny: Callable[[str], Tiny]) -> None:
+    """Or a recorded step would write where nobody reads."""
+    scenery = scene(tiny("llama"), *WEIGHT_ONLY)
+    prefixes = prefixes_of(scenery, scenery.policy, "one", limit=6)
+    with torch.no_grad(), scenery.policy.speaking("Q"):
+        prefix = prefixes.prompt(0, "Q")
+        decoding = Decoding(scenery.policy, prefixes.batches[0], prefix, 6)
+
+        def places() -> list[int]:
+            state = [value for value in vars(decoding).values() if isinstance(value, torch.Tensor)]
+            return [tensor.data_ptr() for tensor in (*state, *prefix.cache.keys, *prefix.cache.values)]
+
+        before = places()
+        assert len(before) > 5
+        for _ in range(5):
+            decoding.step()
+        assert places() == before
+    assert decoding.written == 6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_replayed_step_writes_what_a_plain_one_does(
+    tiny: Callable[[str], Tiny], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(tiny(family).folder, "W4A8", device="cuda", dtype=torch.bfloat16)
+    policy.freeze(Theta.rtn(policy.structure.blocks, policy.scheme, policy.device))
+    encoded = tiny(family).encode(policy, 3)
+    recordings: list[None] = []
+    recorded = decoding._recorded
+    monkeypatch.setattr(decoding, "_recorded", lambda step: recordings.append(None) or recorded(step))
+    replayed = follow(Prefixes(policy, encoded, max_tokens=24))
+    assert recordings
+    monkeypatch.setattr(decoding, "WORTH", 1000)
+    assert follow(Prefixes(policy, encoded, max_tokens=24)) == replayed

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onptq.quantizer.integer import FakeQuantize, code_range, fake_quantize_activations, round_to_codes
-from onptq.quantizer.weights import dequantize, fake_quantize_weight, smoothed, weight_codes, weight_grid
+from onptq.quantizer.weights import dequantize, fake_quantize_weight, weight_codes, weight_grid
 from onptq.schemes import Scheme
 
 quickly = settings(max_examples=60, deadline=None)
@@ -89,7 +89,7 @@ def test_stored_weights_come_back_as_the_training_graph_saw_them(scheme: str, st
     groups = 32 // parsed.group_size if parsed.group_size else 1
     log_ratio = torch.linspace(-0.6, 0, 6 * groups).view(6, groups)
     for dtype in (torch.float32, storage):
-        live = fake_quantize_weight(weight, log_ratio, None, parsed, storage, dtype)
+        live = fake_quantize_weight(weight, None, None, log_ratio, None, parsed, storage, dtype)
         codes, step, zero = weight_codes(weight, log_ratio, None, parsed, storage)
         assert step.dtype == storage
         assert codes.dtype == torch.int8
@@ -254,7 +254,9 @@ def test_smoothing_ratios_and_offsets_learn_through_the_weight_step(scheme: str,
         start[3] = torch.zeros_like(offset)
     theta = [tensor.clone().requires_grad_() for tensor in start]
     out = fake_quantize_weight(
-        smoothed(weight, theta[0], theta[1]),
+        weight,
+        theta[0],
+        theta[1],
         theta[2],
         theta[3] if with_offset else None,
         parsed,
@@ -279,7 +281,9 @@ def test_rounding_to_the_stored_dtype_lets_the_gradient_pass() -> None:
     weight, log_ratio = normal(4, 16, seed=13).float(), torch.full((4, 1), -0.1, requires_grad=True)
     exact = torch.full((4, 1), -0.1, requires_grad=True)
     for ratio, storage in ((log_ratio, torch.bfloat16), (exact, torch.float32)):
-        fake_quantize_weight(weight, ratio, None, Scheme(8), storage, torch.float32).square().sum().backward()
+        fake_quantize_weight(
+            weight, None, None, ratio, None, Scheme(8), storage, torch.float32
+        ).square().sum().backward()
     assert log_ratio.grad is not None
     assert exact.grad is not None
     assert (log_ratio.grad != 0).all()

@@ -42,7 +42,7 @@ from onptq.quantizer.weights import fake_quantize_weight
 from onptq.schemes import Scheme
 x = torch.linspace(-1, 1, 64).view(4, 16).requires_grad_()
 fake_quantize_activations(x, 8).sum().backward()
-fake_quantize_weight(x, torch.zeros(4, 1), None, Scheme(4), torch.float32, torch.float32).sum().backward()
+fake_quantize_weight(x, None, None, torch.zeros(4, 1), None, Scheme(4), torch.float32, torch.float32).sum().backward()
 assert {name for name in sys.modules if name.startswith("onptq.kernels")} == {"onptq.kernels"}
 """
     environment = {name: value for name, value in os.environ.items() if name != kernels.SWITCH}

@@ -30,7 +30,6 @@ from onptq.models.decoder import Tokens
 from onptq.models.encoding import PromptBatch
 from onptq.models.family import AUDIO, IMAGE, TEXT
 from onptq.quantizer.theta import PAIRS, Theta, log_scales_in, pair_key
-from onptq.quantizer.weights import smoothed
 
 SMOOTHED = ("norm_qkv", "norm_gate_up", "v_o")
 
@@ -235,7 +234,7 @@ def test_branches_of_full_rank_make_pictures_and_sounds_dense_again(tiny):
                 assert error[1:].max() < 1e-2 * expected.abs().max(), block.path(name)
                 assert error[0] > 1e-2 * expected.abs().max()
                 linear, plain = full.linears[block.path(name)], Theta.rtn(policy.structure.blocks, policy.scheme)
-                own = smoothed(weight, linear.scales[TEXT].log(), None)
+                own = linear.scales[TEXT].log()
                 assert torch.equal(linear.weight, rounded_weight(policy, plain, block, name, own))
     assert not full.linears["layers.0.mlp.down_proj"].branches
     assert full.label == "graph changed"
@@ -270,7 +269,7 @@ def test_attached_with_one_vector_for_all_it_is_what_theta_deploys(tiny):
         for pair in PAIRS:
             for name in PAIRS[pair][1]:
                 log_in = log_scales_in(theta, block, name)
-                weight = rounded_weight(policy, theta, block, name, smoothed(dense_weight(block, name), log_in, None))
+                weight = rounded_weight(policy, theta, block, name, log_in)
                 scales = log_in.exp().expand(3, -1)
                 linears[block.path(name)] = ModalityLinear(scales, weight, block.child(name).bias, None, {})
     (prompt,) = t.encode(policy, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from onptq import __version__
 from onptq.bank import States
-from onptq.cycle.room import Budgets, Keep
+from onptq.cycle.room import Budgets, Keep, free_memory
 from onptq.cycle.rounds import Cycle, bank_figures
 from onptq.data.calibration import Prompts, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
@@ -240,11 +239,7 @@ def _start(policy: Policy, run: Run) -> Theta:
 def _budgets(policy: Policy, recipe: Recipe) -> Budgets:
     """Half of what is free, shared by prefixes and targets; Q's weights stay as floats, or else as codes, where these fit beside
     that."""
-    if policy.device.type == "cuda":
-        free = torch.cuda.mem_get_info(policy.device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    cache = recipe.compute.cache_gib
+    free, cache = free_memory(policy.device), recipe.compute.cache_gib
     budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
     parameters = [parameter for block in policy.structure.blocks for parameter in block.module.parameters()]
     floats, codes = sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters)

@@ -138,7 +138,7 @@ class CalibrateConfig(Config):
     )
     epochs: StrictInt = Field(default=4, ge=1, description="passes over the calibration prompts per round")
     batch: StrictInt = Field(default=8, ge=1, description="prompts per optimizer step")
-    micro_batch: StrictInt = Field(default=4, ge=1, description="prompts per forward, at most `batch`")
+    micro_batch: StrictInt = Field(default=8, ge=1, description="prompts per forward, at most `batch`")
     lr_smoothing: Real = Field(default=5e-4, ge=0, description="learning rate of the log-smoothing vectors")
     lr_step: Real = Field(default=5e-4, ge=0, description="learning rate of the per-row step ratios")
     lr_rounding: Real = Field(default=1e-2, ge=0, description="learning rate of the rounding offsets, in steps")

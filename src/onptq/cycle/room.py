@@ -4,6 +4,7 @@ told once, remembered."""
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -57,6 +58,15 @@ class Room:
             self._told = True
         self._keep(self.size)
         give_back_memory()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that the device still has, or that this process may still take of it."""
+    if device.type != "cuda":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return max(0, min(free, allowed - torch.cuda.memory_reserved(device)))
 
 
 def give_back_memory() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onptq.kernels import launching_on
-from onptq.kernels.tiles import WARPS, in_steps, rounded, rows_here, saturated, sign, tiles
+from onptq.kernels.tiles import WARPS, divided, rounded, rows_here, saturated, sign, tiles
 from onptq.quantizer.integer import code_range
 
 
@@ -68,7 +68,7 @@ def _token_step(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr)
 @triton.jit
 def _placed(x, step, DTYPE: tl.constexpr):
     """Where activations lie on the grid of codes, before they are rounded."""
-    return in_steps(x, step).to(DTYPE).to(tl.float32)
+    return divided(x, step[:, None]).to(DTYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])

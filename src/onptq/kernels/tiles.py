@@ -40,9 +40,9 @@ def sign(x):
 
 
 @triton.jit
-def in_steps(x, step):
-    """Rows over their steps, by a division that is one."""
-    return tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape))
+def divided(x, by):
+    """A tile over what its rows or elements are divided by, with a division that is one."""
+    return tl.div_rn(x, tl.broadcast_to(by, x.shape))
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """`quantizer.weights.fake_quantize_weight` in one pass over memory each way, operation for operation.
 
 Forward values are those of the plain function bit for bit: the same order of operations, a division that is one, every
-intermediate rounded to the dtype the plain tensor would have. Gradients differ by the order of fp32 sums only.
+intermediate rounded to the dtype the plain tensor would have. Gradients differ by the order of fp32 sums only. Nothing of a
+weight's size is kept or written but the result and, where they are learned, the offsets' gradient.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
@@ -16,15 +17,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onptq.kernels import launching_on
-from onptq.kernels.tiles import WARPS, in_steps, rounded, rows_here, saturated, sign, tiles
+from onptq.kernels.tiles import WARPS, divided, rounded, rows_here, saturated, sign, tiles
 from onptq.quantizer.integer import code_range
 from onptq.quantizer.weights import OFF_TIE
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+CHANNELS, OUTPUTS = 128, 16  # the tile over which gradients of input channels are summed
+WALKED = 256  # outputs that one program walks, tile by tile
 
 
 def fake_quantize_rows(
     weight: Tensor,
+    scale_in: Tensor | None,
+    scale_out: Tensor | None,
     ratio: Tensor,
     offset: Tensor | None,
     bits: int,
@@ -32,8 +37,20 @@ def fake_quantize_rows(
     storage: torch.dtype,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Smoothed fp32 weights [O, G, I / G] with step ratios [O, G] and offsets like the weights, to `dtype`."""
-    return _Rows.apply(weight, ratio, offset, bits, symmetric, storage, dtype)  # type: ignore[no-any-return]
+    """Weights [O, I], times scales [I], over scales [O], with step ratios [O, G] and offsets [O, I], to `dtype`. The weights are
+    constants, all else has a gradient."""
+    return _Rows.apply(weight, scale_in, scale_out, ratio, offset, bits, symmetric, storage, dtype)  # type: ignore[no-any-return]
+
+
+def dequantize_rows(codes: Tensor, step: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Codes int8 [O, I] less zero points int8 [O, G], times steps [O, G], as `quantizer.weights.dequantize` has it."""
+    codes, step = codes.contiguous(), step.contiguous()
+    out = torch.empty_like(codes, dtype=dtype)
+    grid, shape = tiles(codes.view(step.numel(), -1))
+    with launching_on(codes):
+        zeros = None if zero is None else zero.contiguous()
+        _rows_dequantized[grid](codes, step, zeros, out, **shape, SYMMETRIC=zero is None, num_warps=WARPS)
+    return out
 
 
 class _Rows(torch.autograd.Function):
@@ -41,6 +58,8 @@ class _Rows(torch.autograd.Function):
     def forward(
         ctx: Any,
         weight: Tensor,
+        scale_in: Tensor | None,
+        scale_out: Tensor | None,
         ratio: Tensor,
         offset: Tensor | None,
         bits: int,
@@ -49,7 +68,9 @@ class _Rows(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         weight, ratio = weight.contiguous(), ratio.contiguous()
-        offset = None if offset is None else offset.contiguous()
+        scale_in, scale_out, offset = (
+            one if one is None else one.contiguous() for one in (scale_in, scale_out, offset)
+        )
         out = torch.empty_like(weight, dtype=dtype)
         top = torch.empty_like(ratio)
         bottom = top if symmetric else torch.empty_like(ratio)
@@ -61,40 +82,75 @@ class _Rows(torch.autograd.Function):
             "PER_TOP": OFF_TIE / ((high - low) / 2),
             "EPS": torch.finfo(storage).eps,
             "STORAGE": TRITON_DTYPES[storage],
+            "IN": scale_in is not None,
+            "OUT": scale_out is not None,
             "OFFSET": offset is not None,
         }
-        grid, shape = tiles(weight)
+        tensors = weight, scale_in, scale_out, ratio, offset
+        grid, shape = tiles(weight.view(ratio.numel(), -1))
         with launching_on(weight):
-            _rows_forward[grid](weight, ratio, offset, out, top, bottom, **shape, **ctx.grid, num_warps=WARPS)
-        ctx.save_for_backward(weight, ratio, offset, top, bottom)
+            launch = _rows_forward[grid]
+            launch(*tensors, out, top, bottom, ratio.shape[1], **shape, **ctx.grid, num_warps=WARPS)
+        ctx.save_for_backward(*tensors, top, bottom)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, ratio, offset, top, bottom = ctx.saved_tensors
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[0] else None
-        grad_offset = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
-        grad_ratio = torch.empty_like(ratio)
-        grid, shape = tiles(weight)
+        *tensors, top, bottom = ctx.saved_tensors
+        weight, scale_in, scale_out, ratio, _ = tensors
+        want_in, want_out, _, want_offset = ctx.needs_input_grad[1:5]
+        grad, groups = grad.contiguous(), ratio.shape[1]
+        grad_ratio, per_top, per_bottom, per_out = (torch.empty_like(ratio) for _ in range(4))
+        grad_offset = torch.empty_like(weight, dtype=torch.float32) if want_offset else None
+        rows = (*tensors, top, bottom)
+        grid, shape = tiles(weight.view(ratio.numel(), -1))
         with launching_on(weight):
             _rows_backward[grid](
-                grad.contiguous(),
-                weight,
-                ratio,
-                offset,
-                top,
-                bottom,
-                grad_weight,
+                grad,
+                *rows,
                 grad_ratio,
+                per_top,
+                per_bottom,
+                per_out,
                 grad_offset,
+                groups,
                 **shape,
                 **ctx.grid,
-                WANT_WEIGHT=grad_weight is not None,
-                WANT_OFFSET=grad_offset is not None,
+                WANT_IN=want_in,
+                WANT_OUT=want_out,
+                WANT_OFFSET=want_offset,
                 num_warps=WARPS,
             )
-        return grad_weight, grad_ratio, grad_offset, None, None, None, None
+            grad_in = _channel_sums(grad, rows, per_top, per_bottom, ctx.grid) / scale_in if want_in else None
+        grad_out = per_out.sum(1) / -scale_out if want_out else None
+        return None, grad_in, grad_out, grad_ratio, grad_offset, None, None, None, None
+
+
+def _channel_sums(
+    grad: Tensor, rows: tuple[Tensor, ...], per_top: Tensor, per_bottom: Tensor, grid: dict[str, Any]
+) -> Tensor:
+    """Of each input channel: the gradients of its smoothed weights times these weights, summed over outputs, [I]."""
+    outputs, channels = grad.shape
+    groups = per_top.shape[1]
+    parts = torch.empty(triton.cdiv(outputs, WALKED), channels, device=grad.device)
+    _channels_backward[triton.cdiv(channels, CHANNELS), len(parts)](
+        grad,
+        *rows,
+        per_top,
+        per_bottom,
+        parts,
+        groups,
+        outputs,
+        channels,
+        **grid,
+        GROUPED=groups > 1,
+        CHANNELS=CHANNELS,
+        OUTPUTS=OUTPUTS,
+        WALKED=WALKED,
+        num_warps=WARPS,
+    )
+    return parts.sum(0)
 
 
 @triton.jit
@@ -122,24 +178,36 @@ def _row_grid(
 
 
 @triton.jit
+def _scaled(weight_ptr, scale_in_ptr, at, channel, inside, IN: tl.constexpr):
+    """Weights times the scales of their input channels."""
+    w = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if IN:
+        w = w * tl.load(scale_in_ptr + channel, mask=inside, other=0.0)
+    return w
+
+
+@triton.jit
 def _placed(scaled, offset_ptr, at, inside, zero, SYMMETRIC: tl.constexpr, OFFSET: tl.constexpr):
     """Where weights in steps lie on the grid of codes, before they are rounded."""
     v = scaled
     if OFFSET:
-        v = v + (tl.load(offset_ptr + at, mask=inside, other=0.0) + zero[:, None])
+        v = v + (tl.load(offset_ptr + at, mask=inside, other=0.0) + zero)
     elif not SYMMETRIC:
-        v = v + zero[:, None]
+        v = v + zero
     return v
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rows_forward(
     weight_ptr,
+    scale_in_ptr,
+    scale_out_ptr,
     ratio_ptr,
     offset_ptr,
     out_ptr,
     top_ptr,
     bottom_ptr,
+    groups,
     rows,
     width,
     LOW: tl.constexpr,
@@ -148,21 +216,28 @@ def _rows_forward(
     PER_TOP: tl.constexpr,
     EPS: tl.constexpr,
     STORAGE: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
     OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row, row_in, start, column = rows_here(rows, width, ROWS, COLUMNS)
+    first_channel = (row % groups)[:, None] * width
     tops = tl.zeros([ROWS, COLUMNS], tl.float32)  # a range always holds 0, so 0 is neutral to both ends of it
     bottoms = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, width, COLUMNS):
         inside = row_in[:, None] & (first + column < width)
-        w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
+        w = _scaled(weight_ptr, scale_in_ptr, start + first + column, first_channel + first + column, inside, IN)
         if SYMMETRIC:
             tops = tl.maximum(tops, tl.abs(w))
         else:
             tops, bottoms = tl.maximum(tops, w), tl.minimum(bottoms, w)
     top, bottom = tl.max(tops, 1), tl.min(bottoms, 1)
+    scale_out = tl.full([ROWS], 1.0, tl.float32)
+    if OUT:  # a division keeps the order, so the largest stays the largest
+        scale_out = tl.load(scale_out_ptr + row // groups, mask=row_in, other=1.0)
+        top, bottom = tl.div_rn(top, scale_out), tl.div_rn(bottom, scale_out)
     tl.store(top_ptr + row, top, mask=row_in)
     if not SYMMETRIC:
         tl.store(bottom_ptr + row, bottom, mask=row_in)
@@ -172,24 +247,32 @@ def _rows_forward(
     factor = step.to(dtype).to(tl.float32)[:, None]
     for first in range(0, width, COLUMNS):
         inside = row_in[:, None] & (first + column < width)
-        w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
-        v = _placed(in_steps(w, step), offset_ptr, start + first + column, inside, zero, SYMMETRIC, OFFSET)
+        at = start + first + column
+        w = _scaled(weight_ptr, scale_in_ptr, at, first_channel + first + column, inside, IN)
+        if OUT:
+            w = divided(w, scale_out[:, None])
+        v = _placed(divided(w, step[:, None]), offset_ptr, at, inside, zero[:, None], SYMMETRIC, OFFSET)
         code = rounded(saturated(v, LOW, HIGH)) - zero[:, None]
         out = code.to(dtype).to(tl.float32) * factor
-        tl.store(out_ptr + start + first + column, out.to(dtype), mask=inside)
+        tl.store(out_ptr + at, out.to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rows_backward(
     grad_ptr,
     weight_ptr,
+    scale_in_ptr,
+    scale_out_ptr,
     ratio_ptr,
     offset_ptr,
     top_ptr,
     bottom_ptr,
-    grad_weight_ptr,
     grad_ratio_ptr,
+    per_top_ptr,
+    per_bottom_ptr,
+    per_out_ptr,
     grad_offset_ptr,
+    groups,
     rows,
     width,
     LOW: tl.constexpr,
@@ -198,56 +281,153 @@ def _rows_backward(
     PER_TOP: tl.constexpr,
     EPS: tl.constexpr,
     STORAGE: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
     OFFSET: tl.constexpr,
-    WANT_WEIGHT: tl.constexpr,
+    WANT_IN: tl.constexpr,
+    WANT_OUT: tl.constexpr,
     WANT_OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """What is summed along rows: gradients of ratios, what each largest and smallest weight of a row gets beside its own, and
+    the gradients of smoothed weights times these weights."""
     row, row_in, start, column = rows_here(rows, width, ROWS, COLUMNS)
+    first_channel = (row % groups)[:, None] * width
     ratio = tl.load(ratio_ptr + row, mask=row_in, other=1.0)
     top = tl.load(top_ptr + row, mask=row_in, other=0.0)
     bottom = tl.load(bottom_ptr + row, mask=row_in, other=0.0)
+    scale_out = tl.full([ROWS], 1.0, tl.float32)
+    if OUT:
+        scale_out = tl.load(scale_out_ptr + row // groups, mask=row_in, other=1.0)
     span, free, step, zero = _row_grid(ratio, top, bottom, LOW, HIGH, SYMMETRIC, PER_TOP, EPS, STORAGE)
     grad_steps = tl.zeros([ROWS, COLUMNS], tl.float32)
+    products = tl.zeros([ROWS, COLUMNS], tl.float32)
     tops = tl.zeros([ROWS, COLUMNS], tl.float32)  # several weights may be the largest, and share its gradient
     bottoms = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, width, COLUMNS):
         inside = row_in[:, None] & (first + column < width)
-        w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
-        grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        scaled = in_steps(w, step)
-        v = _placed(scaled, offset_ptr, start + first + column, inside, zero, SYMMETRIC, OFFSET)
+        at = start + first + column
+        w = _scaled(weight_ptr, scale_in_ptr, at, first_channel + first + column, inside, IN)
+        if OUT:
+            w = divided(w, scale_out[:, None])
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        scaled = divided(w, step[:, None])
+        v = _placed(scaled, offset_ptr, at, inside, zero[:, None], SYMMETRIC, OFFSET)
         free_code = (v >= LOW) & (v <= HIGH)
         code = rounded(saturated(v, LOW, HIGH)) - zero[:, None]
         grad_steps += grad * tl.where(free_code, code - scaled, code)
+        passed = tl.where(free_code, grad, 0.0)
+        if WANT_OUT:
+            products += passed * w
         if WANT_OFFSET:
-            grad_offset = tl.where(free_code, grad, 0.0) * step[:, None]
-            tl.store(grad_offset_ptr + start + first + column, grad_offset, mask=inside)
-        if SYMMETRIC:
-            tops += tl.where(inside & (tl.abs(w) == top[:, None]), 1.0, 0.0)
-        else:
-            tops += tl.where(inside & (w == top[:, None]), 1.0, 0.0)
-            bottoms += tl.where(inside & (w == bottom[:, None]), 1.0, 0.0)
+            tl.store(grad_offset_ptr + at, passed * step[:, None], mask=inside)
+        if WANT_IN:
+            if SYMMETRIC:
+                tops += tl.where(inside & (tl.abs(w) == top[:, None]), 1.0, 0.0)
+            else:
+                tops += tl.where(inside & (w == top[:, None]), 1.0, 0.0)
+                bottoms += tl.where(inside & (w == bottom[:, None]), 1.0, 0.0)
     grad_step = tl.where(free, tl.sum(grad_steps, 1), 0.0)
     tl.store(grad_ratio_ptr + row, grad_step * span, mask=row_in)
-    if WANT_WEIGHT:
-        per_span = grad_step * ratio
-        if SYMMETRIC:
-            per_top = per_span * PER_TOP / tl.maximum(tl.sum(tops, 1), 1.0)
-            per_bottom = per_top
+    per_span = grad_step * ratio
+    if SYMMETRIC:
+        per_top = per_span * PER_TOP
+        per_bottom = per_top
+        at_ends = per_top * top
+    else:
+        per_top = per_span / (HIGH - LOW)
+        per_bottom = -per_top
+        at_ends = per_top * (top - bottom)
+    if WANT_OUT:
+        tl.store(per_out_ptr + row, tl.sum(products, 1) + at_ends, mask=row_in)
+    if WANT_IN:
+        tl.store(per_top_ptr + row, per_top / tl.maximum(tl.sum(tops, 1), 1.0), mask=row_in)
+        if not SYMMETRIC:
+            tl.store(per_bottom_ptr + row, per_bottom / tl.maximum(tl.sum(bottoms, 1), 1.0), mask=row_in)
+
+
+@triton.jit
+def _channels_backward(
+    grad_ptr,
+    weight_ptr,
+    scale_in_ptr,
+    scale_out_ptr,
+    ratio_ptr,
+    offset_ptr,
+    top_ptr,
+    bottom_ptr,
+    per_top_ptr,
+    per_bottom_ptr,
+    part_ptr,
+    groups,
+    outputs,
+    channels,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    PER_TOP: tl.constexpr,
+    EPS: tl.constexpr,
+    STORAGE: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GROUPED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    WALKED: tl.constexpr,
+):
+    """What is summed along columns, over some outputs: gradients of smoothed weights times these weights."""
+    channel = (tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    total = tl.zeros([OUTPUTS, CHANNELS], tl.float32)
+    for walked in range(0, WALKED, OUTPUTS):
+        output = (tl.program_id(1) * WALKED + walked + tl.arange(0, OUTPUTS))[:, None]
+        output_in, inside = output < outputs, (output < outputs) & (channel < channels)
+        if GROUPED:
+            row, row_in = output * groups + channel // (channels // groups), inside
         else:
-            per_top = per_span / (HIGH - LOW) / tl.maximum(tl.sum(tops, 1), 1.0)
-            per_bottom = -per_span / (HIGH - LOW) / tl.maximum(tl.sum(bottoms, 1), 1.0)
-        for first in range(0, width, COLUMNS):
-            inside = row_in[:, None] & (first + column < width)
-            w = tl.load(weight_ptr + start + first + column, mask=inside, other=0.0)
-            grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-            v = _placed(in_steps(w, step), offset_ptr, start + first + column, inside, zero, SYMMETRIC, OFFSET)
-            grad_weight = tl.where((v >= LOW) & (v <= HIGH), grad, 0.0)
-            if SYMMETRIC:
-                grad_weight += tl.where(tl.abs(w) == top[:, None], sign(w) * per_top[:, None], 0.0)
-            else:
-                grad_weight += tl.where(w == top[:, None], per_top[:, None], 0.0)
-                grad_weight += tl.where(w == bottom[:, None], per_bottom[:, None], 0.0)
-            tl.store(grad_weight_ptr + start + first + column, grad_weight, mask=inside)
+            row, row_in = output, output_in
+        ratio = tl.load(ratio_ptr + row, mask=row_in, other=1.0)
+        top = tl.load(top_ptr + row, mask=row_in, other=0.0)
+        bottom = tl.load(bottom_ptr + row, mask=row_in, other=0.0)
+        per_top = tl.load(per_top_ptr + row, mask=row_in, other=0.0)
+        _, _, step, zero = _row_grid(ratio, top, bottom, LOW, HIGH, SYMMETRIC, PER_TOP, EPS, STORAGE)
+        at = output.to(tl.int64) * channels + channel
+        w = _scaled(weight_ptr, scale_in_ptr, at, channel, inside, IN)
+        if OUT:
+            w = divided(w, tl.load(scale_out_ptr + output, mask=output_in, other=1.0))
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        v = _placed(divided(w, step), offset_ptr, at, inside, zero, SYMMETRIC, OFFSET)
+        grad_weight = tl.where((v >= LOW) & (v <= HIGH), grad, 0.0)
+        if SYMMETRIC:
+            grad_weight += tl.where(tl.abs(w) == top, sign(w) * per_top, 0.0)
+        else:
+            per_bottom = tl.load(per_bottom_ptr + row, mask=row_in, other=0.0)
+            grad_weight += tl.where(w == top, per_top, 0.0)
+            grad_weight += tl.where(w == bottom, per_bottom, 0.0)
+        total += tl.where(inside, grad_weight * w, 0.0)
+    at = part_ptr + tl.program_id(1).to(tl.int64) * channels + channel
+    tl.store(at, tl.sum(total, 0)[None, :], mask=channel < channels)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rows_dequantized(
+    code_ptr,
+    step_ptr,
+    zero_ptr,
+    out_ptr,
+    rows,
+    width,
+    SYMMETRIC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row, row_in, start, column = rows_here(rows, width, ROWS, COLUMNS)
+    dtype = out_ptr.dtype.element_ty
+    step = tl.load(step_ptr + row, mask=row_in, other=0.0).to(dtype).to(tl.float32)[:, None]
+    for first in range(0, width, COLUMNS):
+        inside = row_in[:, None] & (first + column < width)
+        code = tl.load(code_ptr + start + first + column, mask=inside, other=0).to(tl.float32)
+        if not SYMMETRIC:
+            code -= tl.load(zero_ptr + row, mask=row_in, other=0).to(tl.float32)[:, None]
+        tl.store(out_ptr + start + first + column, (code * step).to(dtype), mask=inside)

@@ -102,7 +102,7 @@ def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, multiplied: Tensor,
     best, least = full, torch.full_like(full, torch.inf)
     for clip in CLIPS:
         ratio = torch.full_like(full, clip).log()
-        rounded = fake_quantize_weight(weight, ratio, None, policy.scheme, policy.storage, policy.dtype)
+        rounded = fake_quantize_weight(weight, None, None, ratio, None, policy.scheme, policy.storage, policy.dtype)
         error = (partial(multiplied, rounded) - target).square().sum(-1)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)

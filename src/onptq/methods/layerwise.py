@@ -19,7 +19,7 @@ from onptq.cycle.follow import follow
 from onptq.cycle.prefixes import Prefixes, causal_mask
 from onptq.errors import OnPTQError
 from onptq.methods.activations import listening
-from onptq.methods.linears import dense_weight, rounded_weight
+from onptq.methods.linears import rounded_weight
 from onptq.models.attention import trusted_attention
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import TEXT
@@ -27,7 +27,6 @@ from onptq.models.structure import Block
 from onptq.policy import Policy
 from onptq.quantizer.integer import fake_quantize_activations
 from onptq.quantizer.theta import PAIRS, Theta, log_scales_in
-from onptq.quantizer.weights import smoothed
 
 RESPONSE_TOKENS = 64
 BATCH_TOKENS = 8192
@@ -150,7 +149,7 @@ def quantized_linear(
 ) -> Answer:
     """The linear as theta deploys it, or with other scales [I]; without `activations` only its weight is quantized."""
     log_in = log_scales_in(theta, block, name) if log_in is None else log_in
-    weight = rounded_weight(policy, theta, block, name, smoothed(dense_weight(block, name), log_in, None))
+    weight = rounded_weight(policy, theta, block, name, log_in)
     bias: Tensor | None = block.child(name).bias  # type: ignore[assignment]
     quantizes = activations and policy.scheme.quantizes_activations
 

@@ -17,10 +17,12 @@ def dense_weight(block: Block, name: str) -> Tensor:
     return weight
 
 
-def rounded_weight(policy: Policy, theta: Theta, block: Block, name: str, weight: Tensor) -> Tensor:
-    """A smoothed weight [O, I] on the grid of the linear's step ratios."""
-    ratio = theta.ratio[block.path(name)]
-    return fake_quantize_weight(weight, ratio, None, policy.scheme, policy.storage, policy.dtype)
+def rounded_weight(
+    policy: Policy, theta: Theta, block: Block, name: str, log_in: Tensor, log_out: Tensor | None = None
+) -> Tensor:
+    """The linear's weight [O, I], smoothed by these scales, on the grid of its step ratios."""
+    weight, ratio = dense_weight(block, name), theta.ratio[block.path(name)]
+    return fake_quantize_weight(weight, log_in, log_out, ratio, None, policy.scheme, policy.storage, policy.dtype)
 
 
 def entering(scheme: Scheme, log_in: Tensor, x: Tensor) -> Tensor:

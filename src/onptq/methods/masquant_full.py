@@ -39,7 +39,6 @@ from onptq.policy import Policy
 from onptq.quantizer.integer import fake_quantize_activations
 from onptq.quantizer.modules import QuantNorm
 from onptq.quantizer.theta import PAIR_INTO, PAIRS, Theta
-from onptq.quantizer.weights import smoothed
 
 MEASURED_ON = {"norm_qkv": "q_proj", "v_o": "o_proj", "norm_gate_up": "up_proj"}  # the others copy its first scales
 RANK_RATIO = 0.1
@@ -205,7 +204,7 @@ def _fit_branches(
     rank_ratio: float,
 ) -> ModalityLinear:
     dense = dense_weight(block, name)
-    weight = rounded_weight(policy, theta, block, name, smoothed(dense, scales[TEXT].log(), None))
+    weight = rounded_weight(policy, theta, block, name, scales[TEXT].log())
     rank = min(*dense.shape, max(LEAST_RANK, round(rank_ratio * min(dense.shape))))
     branches = {}
     for kind, x in seen.items():

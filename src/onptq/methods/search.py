@@ -20,7 +20,6 @@ from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.policy import Policy
 from onptq.quantizer.theta import PAIR_INTO, PAIRS, Theta, log_scales_in, log_scales_out, pair_key
-from onptq.quantizer.weights import smoothed
 
 STRENGTHS = tuple(step / 10 for step in range(1, 10))  # alpha of s = amax(x)^alpha / amax(W)^(1 - alpha)
 RATIOS = tuple(1 - step / 20 for step in range(1, 11))  # 0.95 down to 0.5
@@ -76,8 +75,7 @@ def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[in
 def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, seen: dict[str, Tensor]) -> Tensor:
     """The u, among no smoothing and every strength, with the least relative output error summed over the consumers."""
     key, consumers, x = pair_key(block, pair), PAIRS[pair][1], seen[pair]
-    weights = {name: dense_weight(block, name) for name in consumers}
-    outputs = {name: x @ weight.T for name, weight in weights.items()}
+    outputs = {name: x @ dense_weight(block, name).T for name in consumers}
     x_max = by_query_head(x.abs().amax(0).float(), block, pair).amax(0)
     w_max = weight_maxima(block, pair)
     best, least = theta.smoothing[key], torch.inf
@@ -87,8 +85,8 @@ def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, seen:
         multiplied = entering(policy.scheme, log_scales_in(theta, block, consumers[0]), x)
         error = 0.0
         for name, out in outputs.items():
-            weight = smoothed(weights[name], log_scales_in(theta, block, name), None)
-            emitted = multiplied @ rounded_weight(policy, theta, block, name, weight).T
+            weight = rounded_weight(policy, theta, block, name, log_scales_in(theta, block, name))
+            emitted = multiplied @ weight.T
             error += float((emitted - out).float().square().sum() / out.float().square().sum().clamp(min=FLOOR))
         if error < least:
             best, least = u, error
@@ -99,7 +97,6 @@ def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, seen: dic
     """Per row (and group: all groups of a row share the choice), the ratio of least output error."""
     path, x = block.path(name), seen[PAIR_INTO[name]]
     log_in, log_out = log_scales_in(theta, block, name), log_scales_out(theta, block, name)
-    weight = smoothed(dense_weight(block, name), log_in, log_out)
     multiplied = entering(policy.scheme, log_in, x)
     out = x @ dense_weight(block, name).T
     if log_out is not None:
@@ -108,7 +105,7 @@ def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, seen: dic
     best, least = full, torch.full((len(full),), torch.inf, device=full.device)
     for ratio in (1.0, *RATIOS):
         theta.ratio[path] = torch.full_like(full, ratio).log()
-        emitted = multiplied @ rounded_weight(policy, theta, block, name, weight).T
+        emitted = multiplied @ rounded_weight(policy, theta, block, name, log_in, log_out).T
         error = (emitted - out).float().square().sum(0)
         better = error < least
         best, least = torch.where(better[:, None], theta.ratio[path], best), torch.where(better, error, least)

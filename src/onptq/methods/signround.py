@@ -99,7 +99,7 @@ class _Learner:
         with torch.enable_grad():
             gradients = torch.autograd.grad(self._error(index), learned)
         for parameter, gradient in zip(learned, gradients, strict=True):
-            parameter.requires_grad_(False).sub_(rate * gradient.sign())
+            parameter.requires_grad_(False).sub_(gradient.sign_(), alpha=rate)
         for path in self.paths:
             self.theta.offset[path].clamp_(*OFFSET_RANGE)
             self.theta.ratio[path].clamp_(*RATIO_RANGE)

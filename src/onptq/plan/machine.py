@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from onptq.cycle.room import free_memory
 from onptq.models.loading import choose_device, choose_dtype
 from onptq.recipe import ComputeConfig
 
@@ -45,10 +46,10 @@ def describe_machine(compute: ComputeConfig, span: int) -> Machine:
     flops, bandwidth, launch = _rates(device, dtype, span)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        free = torch.cuda.mem_get_info(device)[0]
+        free = free_memory(device)
         name = torch.cuda.get_device_name(device)
         return Machine(f"cuda:{index}", name, dtype, free, host, free, flops, bandwidth, launch)
-    unused = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    unused = free_memory(device)
     threads = torch.get_num_threads()
     name = f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
     return Machine("cpu", name, dtype, host, host, min(unused, host), flops, bandwidth, launch)

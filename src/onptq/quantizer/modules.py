@@ -99,7 +99,14 @@ class QuantLinear(nn.Module):
             weight = settled_weight(*settled, self.storage, dtype)
         else:
             weight = fake_quantize_weight(
-                self._smoothed(theta), theta.ratio[path], theta.offset.get(path), self.scheme, self.storage, dtype
+                self.weight,
+                log_scales_in(theta, self.block, self.name),
+                log_scales_out(theta, self.block, self.name),
+                theta.ratio[path],
+                theta.offset.get(path),
+                self.scheme,
+                self.storage,
+                dtype,
             )
         bias = self._bias(theta)
         return weight, None if bias is None else bias.to(self.weight.dtype)

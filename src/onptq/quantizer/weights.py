@@ -14,9 +14,9 @@ from onptq.schemes import Scheme
 OFF_TIE = 1 + 2**-10
 
 
-def smoothed(weight: Tensor, log_in: Tensor, log_out: Tensor | None) -> Tensor:
+def smoothed(weight: Tensor, log_in: Tensor | None, log_out: Tensor | None) -> Tensor:
     """W' = diag(1 / s_out) W diag(s_in), fp32 [O, I]."""
-    weight = weight.float() * log_in.exp()
+    weight = weight.float() if log_in is None else weight.float() * log_in.exp()
     return weight if log_out is None else weight / log_out.exp()[:, None]
 
 
@@ -40,17 +40,28 @@ def weight_grid(
 
 
 def fake_quantize_weight(
-    weight: Tensor, log_ratio: Tensor, offset: Tensor | None, scheme: Scheme, storage: torch.dtype, dtype: torch.dtype
+    weight: Tensor,
+    log_in: Tensor | None,
+    log_out: Tensor | None,
+    log_ratio: Tensor,
+    offset: Tensor | None,
+    scheme: Scheme,
+    storage: torch.dtype,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Differentiable: smoothed fp32 weight [O, I] to what the deployed linear multiplies with, in the compute dtype."""
+    """Differentiable in theta: weight [O, I], smoothed, to what the deployed linear multiplies with, in the compute dtype."""
     if not scheme.quantizes_weights:
-        return cast_through(weight, storage).to(dtype)
-    grouped, offset = _grouped(weight, log_ratio), None if offset is None else _grouped(offset, log_ratio)
-    if {storage, dtype} <= kernels.DTYPES and kernels.fit(grouped, log_ratio, offset, dtypes={torch.float32}):
+        return cast_through(smoothed(weight, log_in, log_out), storage).to(dtype)
+    theta, dtypes = (log_in, log_out, log_ratio, offset), {weight.dtype, storage, dtype}
+    constant = not weight.requires_grad and dtypes <= kernels.DTYPES
+    if constant and kernels.fit(weight) and kernels.fit(*theta, dtypes={torch.float32}):
         from onptq.kernels.weights import fake_quantize_rows
 
+        scale_in, scale_out = (None if log is None else log.exp() for log in (log_in, log_out))
         grid = scheme.weight_bits, scheme.symmetric, storage, dtype
-        return fake_quantize_rows(grouped, log_ratio.exp(), offset, *grid).view_as(weight)
+        return fake_quantize_rows(weight, scale_in, scale_out, log_ratio.exp(), offset, *grid)
+    grouped = _grouped(smoothed(weight, log_in, log_out), log_ratio)
+    offset = None if offset is None else _grouped(offset, log_ratio)
     step, zero = weight_grid(grouped, log_ratio, scheme, storage)
     shift = offset if zero is None else zero if offset is None else offset + zero
     out: Tensor = FakeQuantize.apply(grouped, step, shift, zero, scheme.weight_bits, dtype)  # type: ignore[no-untyped-call]
@@ -94,6 +105,10 @@ def _settled_step(step: Tensor, log_ratio: Tensor, storage: torch.dtype) -> Tens
 
 def dequantize(codes: Tensor, step: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(codes - zero) * step in the compute dtype, [O, I]."""
+    if dtype in kernels.DTYPES and kernels.fit(step) and kernels.fit(codes, zero, dtypes={torch.int8}):
+        from onptq.kernels.weights import dequantize_rows
+
+        return dequantize_rows(codes, step, zero, dtype)
     grouped = codes.to(dtype).view(*step.shape, -1)
     if zero is not None:
         grouped = grouped - zero.to(dtype)[..., None]
