@@ -48,8 +48,8 @@ def main(model: Path, recipe: Recipe, out: Path, warm: Path) -> None:
     before, reporter = resident("VmRSS"), Measuring()
     onptq.quantize(model, out / "run", calibration=model / "prompts.jsonl", recipe=recipe, reporter=reporter)
     with safe_open(out / "run" / "onptq" / "init.safetensors", "pt") as start:
-        offsets = sum(name.startswith("offset/") for name in start.keys())  # noqa: SIM118 - safe_open is no mapping
-    print(json.dumps({"before": before, "peaks": reporter.peaks, "offsets": offsets}))
+        codes = sum(name.startswith("levels/") for name in start.keys())  # noqa: SIM118 - safe_open is no mapping
+    print(json.dumps({"before": before, "peaks": reporter.peaks, "codes": codes}))
 
 
 if __name__ == "__main__":

@@ -335,22 +335,21 @@ def test_theta_has_a_vector_per_pair_a_step_ratio_per_row_and_what_its_codes_nee
     tall |= {"gate_proj": ffn, "up_proj": ffn, "down_proj": hidden}
     layers = range(config["num_hidden_layers"])
     scales = {f"smoothing/layers.{n}.{pair}": (width,) for n in layers for pair, width in wide.items()}
-    rounded, settled = {}, {}
+    settled = {}
     for layer in layers:
         for name, (parent, _) in LINEARS.items():
             path, rows = f"layers.{layer}.{parent}.{name}", (tall[name], 1)
             columns = wide[PAIR_INTO[name]] * (heads // kv if name == "o_proj" else 1)
             scales[f"ratio/{path}"] = settled[f"step/{path}"] = rows
-            rounded[f"offset/{path}"] = settled[f"levels/{path}"] = tall[name], columns
-    thetas = {"init.safetensors": rounded} | {f"rounds/{k}/theta.safetensors": settled for k in range(ROUNDS)}
-    for name, codes in thetas.items():
+            settled[f"levels/{path}"] = tall[name], columns
+    for name in ("init.safetensors", *(f"rounds/{k}/theta.safetensors" for k in range(ROUNDS))):
         theta = load_file(run / "onptq" / name)
-        assert {key: tuple(tensor.shape) for key, tensor in theta.items()} == scales | codes
+        assert {key: tuple(tensor.shape) for key, tensor in theta.items()} == scales | settled
         for key, tensor in theta.items():
             assert tensor.dtype == (torch.int8 if key.startswith("levels/") else torch.float32)
             assert bool(tensor.isfinite().all())
-        if codes is rounded:
-            assert all(bool((tensor <= 0).all()) for key, tensor in theta.items() if key.startswith("ratio/"))
+        ratios = [tensor for key, tensor in theta.items() if key.startswith("ratio/")]
+        assert any(bool(ratio.any()) for ratio in ratios) == (name != "init.safetensors"), "they count from the step"
 
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")

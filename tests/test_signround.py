@@ -13,6 +13,7 @@ from conftest import MULTIMODAL, Tiny
 from method_bed import PROMPTS, block_outputs, check_manners, exact_policy, open_small, sequences_of, short_responses
 from torch.nn import functional as F
 
+from onptq.methods.gptq import gptq
 from onptq.methods.layerwise import Stream, replaced
 from onptq.methods.signround import signround
 from onptq.models.structure import LINEARS
@@ -110,3 +111,20 @@ def test_without_steps_it_is_its_start(bed) -> None:
     codes = {path: piece.codes for path, piece in policy.folded() if path in plain.ratio}
     policy.freeze(plain)
     assert all(torch.equal(piece.codes, codes[path]) for path, piece in policy.folded() if path in plain.ratio)
+
+
+@pytest.mark.parametrize("scheme", ["W4A8", "W3A16-g32-asym"])
+@pytest.mark.parametrize("method", [signround, gptq], ids=["signround", "gptq"])
+def test_codes_that_settle_block_by_block_are_those_of_the_whole(small: Path, method, scheme: str) -> None:
+    opened = open_small(small)
+    policy = opened.policy(scheme)
+    prompts = opened.encode(policy, PROMPTS)
+    options = {"responses": short_responses(prompts), **({"steps": 6} if method is signround else {})}
+    expected, found = (
+        policy.settle(method(policy, prompts, **options)),
+        method(policy, prompts, settled=True, **options),
+    )
+    assert not found.offset
+    assert expected.tensors().keys() == found.tensors().keys()
+    for name, tensor in expected.tensors().items():
+        assert torch.equal(tensor, found.tensors()[name]), name

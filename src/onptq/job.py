@@ -225,10 +225,10 @@ def _initialize(
     """theta^(0), computed once and kept: every arm of a comparison can start from the same file."""
     if not run.has(INIT):
         with reporter.phase(f"Initialize ({recipe.init})", total=policy.blocks, unit="blocks") as bar:
-            theta = initialize(policy, prompts, recipe, bar.advance)
+            theta = initialize(policy, prompts, recipe, bar.advance, settled=recipe.settles)
         with run.writing(INIT) as path:
             theta.save(path)
-        del theta  # it may have an offset for every weight: one of it at a time
+        del theta  # it may have an entry for every weight: one of it at a time
     return _start(policy, run)
 
 
@@ -250,8 +250,7 @@ def keep_of_q(free: int, cache_gib: float | None, floats: int, codes: int, recip
     """By the bytes of Q's weights as floats and as codes. Settled codes are theta's own and cost nothing."""
     if cache_gib is None and floats < SHARE_OF_FREE * free / 2:
         return "floats"
-    settled = bool(recipe.rounds) and recipe.calibrate.codes == "settled"
-    return "codes" if settled or codes < SHARE_OF_FREE * free else "nothing"
+    return "codes" if recipe.settles or codes < SHARE_OF_FREE * free else "nothing"
 
 
 def _counted(items: Iterable[T], bar: Bar) -> Iterator[T]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from onptq.errors import OnPTQError
 from onptq.models.decoder import Cache, KVCache, Tokens, head_logits, run_blocks
 from onptq.models.encoding import EncodedPrompt, encode_many
 from onptq.models.loading import Source, choose_device, choose_dtype, find_source, load_model
-from onptq.models.structure import LINEARS, NORMS, find_structure
+from onptq.models.structure import LINEARS, NORMS, Block, find_structure
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.modules import QuantLinear, QuantNorm, Switch
 from onptq.quantizer.theta import Theta
@@ -68,18 +69,24 @@ class Policy:
     @torch.no_grad()
     def settle(self, theta: Theta) -> Theta:
         """The same Q with its codes settled, so that smoothing and ratios scale it and round nothing any more."""
-        settled = Theta({key: u.clone() for key, u in theta.smoothing.items()})
-        self.freeze(theta)
-        for path, folded in self.folded():
-            if isinstance(folded, FoldedLinear) and not folded.codes.is_floating_point():
-                grouped = folded.codes.view(*folded.step.shape, -1)
-                levels = grouped if folded.zero is None else grouped.short() - folded.zero[..., None]
-                settled.levels[path], settled.step[path] = levels.view_as(folded.codes), folded.step.float()
-        settled.ratio = {
-            key: torch.zeros_like(ratio) if key in settled.levels else ratio.clone()
-            for key, ratio in theta.ratio.items()
-        }
+        settled = replace(theta, offset={}).clone()
+        settled.offset = dict(theta.offset)
+        for block in self.structure.blocks:
+            self.settle_block(settled, block)
         return settled
+
+    @torch.no_grad()
+    def settle_block(self, theta: Theta, block: Block) -> None:
+        """The same for one block, in place."""
+        for name in LINEARS if self.scheme.quantizes_weights else ():
+            path, module = block.path(name), block.child(name)
+            assert isinstance(module, QuantLinear)
+            folded = module.fold(theta)
+            grouped = folded.codes.view(*folded.step.shape, -1)
+            levels = grouped if folded.zero is None else grouped.short() - folded.zero[..., None]
+            theta.levels[path], theta.step[path] = levels.view_as(folded.codes), folded.step.float()
+            theta.ratio[path] = torch.zeros_like(theta.ratio[path])
+            theta.offset.pop(path, None)
 
     @torch.no_grad()
     def centre(self, theta: Theta) -> Theta:

@@ -199,6 +199,11 @@ class Recipe(Config):
     calibrate: CalibrateConfig = CalibrateConfig()
     compute: ComputeConfig = ComputeConfig()
 
+    @property
+    def settles(self) -> bool:
+        """Whether rounds work on codes that no longer follow the weights."""
+        return bool(self.rounds) and self.calibrate.codes == "settled"
+
     @model_validator(mode="before")
     @classmethod
     def _apply_method(cls, data: Any) -> Any:

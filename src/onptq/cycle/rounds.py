@@ -57,7 +57,7 @@ class Cycle:
             if self.run.has(*committed):
                 theta = Theta.load(self.run.file(*committed), self.policy.device)
             else:
-                if self.recipe.calibrate.codes == "settled" and not theta.levels:
+                if self.recipe.settles and not theta.levels:
                     theta = self.policy.settle(theta)  # the same Q, without the offsets its codes may have come from
                 self.speak_as(theta)
                 trajectories = self.trajectories(k)

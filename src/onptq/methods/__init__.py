@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from onptq.methods.awq import awq
 from onptq.methods.blockwise import blockwise
@@ -37,11 +38,21 @@ METHODS: dict[str, Method] = {
     "search+signround": searched(signround),
 }
 STEPWISE = ("blockwise", "signround", "search+signround")  # learn step by step, block by block
+ROUNDING = ("gptq", "signround", "search+gptq", "search+signround")  # choose a code for every weight
 
 
 def initialize(
-    policy: Policy, prompts: Sequence[EncodedPrompt], recipe: Recipe, advance: Callable[[int], None]
+    policy: Policy,
+    prompts: Sequence[EncodedPrompt],
+    recipe: Recipe,
+    advance: Callable[[int], None],
+    *,
+    settled: bool = False,
 ) -> Theta:
-    """theta^(0) of a recipe."""
-    asked = recipe.init in STEPWISE and recipe.init_steps is not None
-    return METHODS[recipe.init](policy, prompts, advance, **({"steps": recipe.init_steps} if asked else {}))
+    """theta^(0) of a recipe; `settled` where its codes will not change any more."""
+    options: dict[str, Any] = {}
+    if recipe.init in STEPWISE and recipe.init_steps is not None:
+        options["steps"] = recipe.init_steps
+    if recipe.init in ROUNDING:
+        options["settled"] = settled
+    return METHODS[recipe.init](policy, prompts, advance, **options)

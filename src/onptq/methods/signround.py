@@ -36,9 +36,10 @@ def signround(
     responses: Sequence[Trajectory] | None = None,
     start: Theta | None = None,
     steps: int = STEPS,
+    settled: bool = False,
 ) -> Theta:
     """Responses are the dense model's own greedy ones unless they are given. `start` gives smoothing and step ratios; by default
-    there is no smoothing, and the range is full."""
+    there is no smoothing, and the range is full. `settled` leaves codes instead of offsets, a quarter of the bytes."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device) if start is None else start.clone()
     theta.offset.clear()
     if not policy.scheme.quantizes_weights:
@@ -53,6 +54,8 @@ def signround(
                     stream.advance(block)
             with policy.speaking("Q"):
                 _Learner(theta, block, quantized, [stream.hidden for stream in dense]).learn(steps)
+                if settled:
+                    policy.settle_block(theta, block)
                 for stream in quantized:
                     stream.advance(block)
             advance(1)
@@ -106,7 +109,8 @@ class _Learner:
 
     def _consider(self) -> None:
         """Keep the block's share of theta if no other had a smaller error over all prompts."""
-        error = sum(float(self._error(index)) for index in range(len(self.streams))) / self.tokens
+        errors = torch.stack([self._error(index) for index in range(len(self.streams))])
+        error = float(errors.double().sum()) / self.tokens
         if error < self.least:
             kept = [{path: part[path].clone() for path in self.paths if path in part} for part in self._parts()]
             self.least, self.best = error, (kept[0], kept[1])
@@ -117,4 +121,4 @@ class _Learner:
     def _error(self, index: int) -> Tensor:
         stream = self.streams[index]
         difference = stream.run(self.block).float() - self.targets[index].float()
-        return difference[stream.real].square().sum()
+        return (difference.square() * stream.real[..., None]).sum()  # choosing the real ones would wait for the GPU

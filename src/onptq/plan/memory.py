@@ -9,6 +9,7 @@ from onptq.cycle.branch import ROW_TOKENS, TREE_TOKENS
 from onptq.cycle.compare import LOGIT_BYTES
 from onptq.cycle.room import Keep
 from onptq.job import SHARE_OF_FREE, keep_of_q
+from onptq.methods import ROUNDING
 from onptq.methods.search import SAMPLE_TOKENS
 from onptq.plan.parts import Shapes
 from onptq.plan.work import Work
@@ -19,7 +20,6 @@ WIDE = 4  # bytes of a float32: theta, smoothed weights, errors and logits, what
 THETA_COPIES = 7  # learned, its start, gradient, two moments, the best so far, what a round hands on
 OFFSET_COPIES = 6  # learned, its start, gradient, two moments, the best so far; where it was given any, those too
 UNLEARNED_COPIES = 4  # where codes are free: as given, beside the learned scales, the best, what is handed on
-OFFSETS_FROM = {"gptq", "signround"}  # base methods whose theta has an offset for every weight
 DECIDE_COPIES = 8  # [states, V]: two logits, two log-softmaxes, their middle, and three on the way to a sum
 LOSS_COPIES = 12  # the same with what backward needs
 FOLD_COPIES = 4  # of a weight on its way to codes: smoothed, scaled, clamped, rounded
@@ -79,8 +79,7 @@ class Memory:
 
     @property
     def settled(self) -> bool:
-        """Whether rounds work on codes that no longer follow the weights."""
-        return bool(self.work.recipe.rounds) and self.work.recipe.calibrate.codes == "settled"
+        return self.work.recipe.settles
 
     def prefixes(self, sides: int) -> int:
         """Kept caches of `sides` policies, for calibration and held-out prompts, each within its budget."""
@@ -141,14 +140,14 @@ class Memory:
         }
         if work.start_rounds:
             return self.resident() | max(rollouts, sampled, self.rounding(), key=_total)
-        return self.resident() | self.start_offsets() | max(rollouts, sampled, key=_total)
+        return self.resident() | self.start() | max(rollouts, sampled, key=_total)
 
     def rounding(self) -> Terms:
         """The last block of a start that learns how weights round: it has its offsets beside the best, and their gradients."""
         shapes, work, c = self.shapes, self.work, self.compute
         every, tokens = work.prompts * work.answered, work.start_rows * work.answered
         smoothed = shapes.block * (WIDE if self.scheme.symmetric else 2 * WIDE)  # and the offset with its zero point
-        return self.start_offsets() | {
+        return self.start() | {
             "answered prompts": every * shapes.hidden * c,
             # D's and Q's, each with its mask.
             "two streams": 2 * every * (shapes.hidden * c + work.answered),
@@ -171,10 +170,10 @@ class Memory:
             "activations": self.activations(work.rows * work.prompt_tokens, work.prompt_tokens),
             "logits": work.rows * shapes.vocabulary * WIDE,
         }
-        if not self.settled:
+        if not self.settled or self.start():
             return following
         codes = {"int8 codes": self.quantized()["int8 codes"]}
-        settling = self.resident() | codes | self.start_offsets() | self.per_weight()  # before the first round
+        settling = self.resident() | codes | self.per_weight()  # before the first round
         return max(following, settling, key=_total)
 
     def compare(self) -> Terms:
@@ -204,7 +203,7 @@ class Memory:
             **self.resident(),
             **self.quantized(),
             # In the first round Q is still the start; held-out prompts are followed and compared at the end too.
-            **(self.per_weight() if work.recipe.rounds > 1 or codes != "learned" else self.start_offsets()),
+            **(self.per_weight() if work.recipe.rounds > 1 or codes != "learned" else self.start()),
             "prefix caches": self.prefixes(2),
             "tree caches": work.rows * tokens * self.token_cache + joined,
             "activations": self.activations(work.rows * tokens, keys, quantized=False),
@@ -229,7 +228,7 @@ class Memory:
             "activations in the graph": alive * self.graph_activations(tokens, length),
             "logits": self.logits(states, 4, LOSS_COPIES),
         }
-        given = work.recipe.rounds > 1 or bool(self.start_offsets())
+        given = work.recipe.rounds > 1 or bool(self.start())
         return terms | self.per_weight(OFFSET_COPIES + given, UNLEARNED_COPIES)
 
     def per_weight(self, learned: int = 1, unlearned: int = 1) -> Terms:
@@ -239,12 +238,13 @@ class Memory:
             return {"settled codes": linears * (1 if self.scheme.symmetric else 2)}
         if self.work.recipe.calibrate.codes == "learned":
             return {"rounding offsets": linears * WIDE * learned}
-        return {"rounding offsets": linears * WIDE * unlearned} if self.start_offsets() else {}
+        return {"rounding offsets": linears * WIDE * unlearned} if self.start() else {}
 
-    def start_offsets(self) -> Terms:
-        """Of theta^(0), where it has any; the first round lets go of what it does not begin from."""
-        brought = self.work.prompts and OFFSETS_FROM & {*self.work.recipe.init.split("+")}
-        return {"offsets of the start": self.shapes.linears * WIDE} if brought else {}
+    def start(self) -> Terms:
+        """Of theta^(0) what has an entry for every weight, where its method chooses codes."""
+        if not self.work.prompts or self.work.recipe.init not in ROUNDING:
+            return {}
+        return self.per_weight() if self.settled else {"offsets of the start": self.shapes.linears * WIDE}
 
     def live_weights(self) -> int:
         """What backward keeps of a block's weights: smoothed and its magnitude in float32, as a float32 copy where they
@@ -267,7 +267,7 @@ class Memory:
         return {
             **self.resident(),
             **self.quantized(),
-            **(self.per_weight() if rounds else self.start_offsets()),
+            **(self.per_weight() if rounds else self.start()),
             **held,
         }
 

@@ -146,7 +146,7 @@ def _host_only(name: str, parts: Parts, memory: Memory) -> Terms:
     if name == "Load":
         return {"weights": memory.weights} | _mapped(name, parts, memory)
     if name == "Initialize":
-        return {f"{term}, being written": count for term, count in memory.start_offsets().items()}
+        return {f"{term}, being written": count for term, count in memory.start().items()}
     if name == "Export":
         return {"linear being packed": 2 * parts.shapes.largest}  # its codes, and the same packed
     if name == "Verify":

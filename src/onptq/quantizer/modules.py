@@ -159,12 +159,14 @@ class QuantNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.switch.quantized:
             return self.norm(x)  # type: ignore[no-any-return]
-        if self._frozen:
-            return self._frozen[0](x)  # type: ignore[no-any-return]
-        if self.live is None:
+        if self.live is not None:
+            gain = self._gain(self.live).to(self.weight.dtype)
+            return functional_call(self.norm, {"weight": gain}, (x,))  # type: ignore[no-any-return]
+        if self.folded is None:
             raise RuntimeError("the policy speaks as Q but no theta was attached or frozen")
-        gain = self._gain(self.live).to(self.weight.dtype)
-        return functional_call(self.norm, {"weight": gain}, (x,))  # type: ignore[no-any-return]
+        if not self._frozen:
+            self._frozen = (self._with_gain(self.folded.weight),)
+        return self._frozen[0](x)  # type: ignore[no-any-return]
 
     def attach(self, theta: Theta) -> None:
         self.release()
@@ -175,13 +177,16 @@ class QuantNorm(nn.Module):
 
     def freeze(self, theta: Theta) -> None:
         self.release()
-        self.folded, frozen = self.fold(theta), copy.deepcopy(self.norm)
-        frozen.weight = nn.Parameter(self.folded.weight.to(self.weight.dtype), requires_grad=False)
-        self._frozen = (frozen,)
+        self.folded = self.fold(theta)
 
     @torch.no_grad()
     def fold(self, theta: Theta) -> FoldedNorm:
         return FoldedNorm(self._gain(theta).to(self.storage))
+
+    def _with_gain(self, gain: Tensor) -> nn.Module:
+        norm = copy.deepcopy(self.norm)
+        norm.weight = nn.Parameter(gain.to(self.weight.dtype), requires_grad=False)
+        return norm
 
     def _gain(self, theta: Theta) -> Tensor:
         log_out = log_scales_out(theta, self.block, self.name)
