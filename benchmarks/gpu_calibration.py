@@ -90,7 +90,7 @@ def sweep(
     return {"base": base, "curves": curves}
 
 
-def environment(device: torch.device, rates: Rates) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     found = {"python": platform.python_version(), "onptq": onptq.__version__}
     for name in PACKAGES:
         with suppress(ImportError):
@@ -100,7 +100,6 @@ def environment(device: torch.device, rates: Rates) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "versions": found,
-        "rates": asdict(rates),
     }
 
 
@@ -173,7 +172,7 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
     bench = Bench(folder, device, rates, (lambda text: None) if arguments.quiet else _say)
     about = {"model": arguments.model, "tiny": arguments.tiny, "preset": arguments.preset}
     about |= {"scheme": arguments.scheme, "changes": arguments.changes, "memory_gib": arguments.memory_gib}
-    report = about | environment(device, rates)
+    report = about | environment(device) | {"rates": asdict(rates)}
     if arguments.sweep is not None:
         found = sweep(bench, arguments, shape, lambda curves: save(arguments.out, report | {"sweep": curves}))
         report |= {"sweep": found}

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def prepare(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     seconds["material"] = time.perf_counter() - began
     sizes = (MATRIX, COPIED) if device.type == "cuda" else (TINY_MATRIX, TINY_COPIED)
     rates = measure_rates(device, choose_dtype("auto", device), *sizes)
-    return {"seconds": seconds, "environment": environment(device, rates)}
+    return {"seconds": seconds, "environment": environment(device) | {"rates": asdict(rates)}}
 
 
 class Measured(Measuring):

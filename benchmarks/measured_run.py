@@ -64,14 +64,14 @@ class Measuring(QuietReporter):
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
-        before = self.phases.get(BETWEEN, Phase()).seconds
+        ended = self._began
         self._close(BETWEEN)
-        waited, began = self.phases[BETWEEN].seconds - before, time.perf_counter()
+        began = time.perf_counter()
         with super().phase(name, total, unit) as bar:
             yield bar
         peak = self._close(name.split()[0])
         held = "" if peak is None else f", {peak / 2**30:.2f} GiB"
-        self.say(f"{name}: {time.perf_counter() - began:.2f} s{held}, {waited:.2f} s after the phase before")
+        self.say(f"{name}: {time.perf_counter() - began:.2f} s{held}, {began - ended:.2f} s after the phase before")
 
     @property
     def peak(self) -> int | None:

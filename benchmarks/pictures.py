@@ -46,7 +46,7 @@ def _picture(ordinal: int, tokens: float, aspect: float, family: str) -> bytes:
     width, height = columns * side, rows * side
     noise = np.random.default_rng(ordinal).integers(0, 256, (height // CELL + 1, width // CELL + 1, 3), dtype=np.uint8)
     out = io.BytesIO()
-    Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR).save(out, "PNG")
+    Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR).save(out, "PNG", compress_level=1)
     return out.getvalue()
 
 

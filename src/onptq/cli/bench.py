@@ -126,7 +126,8 @@ def _measure(
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json_format.dumps(found, indent=2) + "\n", encoding="utf-8")
 
-    return run_bench(" ".join(models), variants, settings, reporter, work / "logs", save)
+    names = " ".join(Path(model).name if Path(model).is_dir() else model for model in models)
+    return run_bench(names, variants, settings, reporter, work / "logs", save)
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -1,0 +1,138 @@
+"""Whether vLLM computes what OnPTQ simulates: log-probabilities of every token of random texts, by both.
+
+    python benchmarks/vllm_agreement.py --scheme W4A8 --out result.json
+    python benchmarks/vllm_agreement.py --tiny --scheme W8A8 --python DIR/bin/python --out result.json      # on a CPU
+
+A model of published shapes with few layers and random weights is exported by plain rounding. Its simulation is compared with
+vLLM, and with simulations that round less: a server that left the activations alone would agree with W4A16, not with W4A8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_calibration import environment, save, tiny_shape
+from torch import Tensor
+
+import onptq
+from onptq.bench.timing import Job, draw_prompts, heard
+from onptq.cycle.prefixes import causal_mask
+from onptq.errors import OnPTQError
+from onptq.models.decoder import Tokens
+from onptq.models.encoding import PromptBatch
+from onptq.models.family import TEXT
+from onptq.models.loading import choose_device
+from onptq.policy import load_policy
+from onptq.quantizer.theta import Theta
+from onptq.recipe import Recipe
+from onptq.schemes import Scheme
+from onptq.zoo.published import PUBLISHED, find_published, write_published
+
+SERVER = Path(__file__).with_name("vllm_logprobs.py")
+TEXTS, TOKENS = 8, 256
+TINY_TEXTS, TINY_TOKENS = 3, 24
+
+Said = tuple[Tensor, Tensor]  # of every token but the first its log-probability, and the likeliest one in its place
+
+
+@torch.no_grad()
+def simulate(folder: Path, scheme: str, texts: Sequence[Sequence[int]]) -> Said:
+    policy = load_policy(folder, scheme)
+    policy.freeze(Theta.rtn(policy.structure.blocks, policy.scheme, policy.device))
+    said, likeliest = [], []
+    for text in texts:
+        ids = torch.tensor([text])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        batch = PromptBatch.of([policy.encode(inputs, torch.full((len(text),), TEXT))])
+        with policy.speaking("Q"):
+            hidden = policy.run(Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0)))[0, :-1]
+        logits = policy.logits(hidden).log_softmax(-1).cpu()
+        said.append(logits.gather(-1, ids[0, 1:, None])[:, 0])
+        likeliest.append(logits.argmax(-1))
+    return torch.stack(said), torch.stack(likeliest)
+
+
+def compare(found: Mapping[str, Said], expected: Said) -> dict[str, dict[str, float]]:
+    return {
+        name: {
+            "mean_difference": float((said - expected[0]).abs().mean()),
+            "largest_difference": float((said - expected[0]).abs().max()),
+            "same_likeliest": float((likeliest == expected[1]).double().mean()),
+        }
+        for name, (said, likeliest) in found.items()
+    }
+
+
+def ask_server(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
+    command = [arguments.python, str(SERVER), job.text()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout)
+    found = heard(done.stdout)
+    if found is None:
+        raise OnPTQError(f"vLLM did not answer; its log ends:\n{(done.stdout + done.stderr)[-2000:]}")
+    return found
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    shape, scheme, device = find_published(arguments.model), Scheme.parse(arguments.scheme), choose_device("auto")
+    count, length = (TINY_TEXTS, TINY_TOKENS) if arguments.tiny else (TEXTS, TOKENS)
+    if arguments.tiny:
+        shape = tiny_shape(shape)
+    on_gpu, vocabulary = device.type == "cuda", shape.dims.vocab
+    model = write_published(shape, folder / "model", layers=arguments.layers, device=device.type)
+    recipe = Recipe.preset("default", {"method": "rtn", "scheme": str(scheme)})
+    exported = onptq.quantize(model, folder / "exported", recipe=recipe, verify=False).path
+    texts = draw_prompts(count, length, vocabulary)
+    ours = simulate(model, str(scheme), texts)
+    less = {str(replace(scheme, activation_bits=16)), "W16A16"} - {str(scheme)}
+    found = {f"{name}, simulated": simulate(model, name, texts) for name in sorted(less)}
+    if on_gpu:
+        torch.cuda.empty_cache()
+    backend = arguments.linear_backend or ("humming" if on_gpu and str(scheme) == "W4A8" else None)
+    dtype = "bfloat16" if on_gpu else "float32"
+    job = Job(str(exported), "eager", dtype, (count,), length, 1, 1, vocabulary, backend, (), 1.0)
+    server = ask_server(job, arguments)
+    found["vLLM"] = torch.tensor(server["logprobs"]), torch.tensor(server["likeliest"])
+    about = {"model": arguments.model, "tiny": arguments.tiny, "layers": arguments.layers, "scheme": str(scheme)}
+    about |= {"linear_backend": backend, "kernels": server["kernels"], "server_versions": server["versions"]}
+    return about | environment(device) | {"states": count * (length - 1), "from_ours": compare(found, ours)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen2.5-vl-7b", choices=PUBLISHED)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--scheme", default="W4A8")
+    parser.add_argument("--linear-backend", help="vLLM's, on a GPU; humming for W4A8 unless said otherwise")
+    parser.add_argument("--python", default=sys.executable, help="the Python that has vLLM")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for vLLM")
+    parser.add_argument("--tiny", action="store_true", help="a model of the family that a CPU runs in seconds")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write every number to FILE")
+    arguments = parser.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="onptq-agreement-") as scratch:
+            report = measure(arguments, Path(scratch))
+    except OnPTQError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    save(arguments.out, report)
+    print(
+        f"{report['scheme']} by vLLM: {report['kernels']}\nlog-probabilities of {report['states']} tokens, from ours:"
+    )
+    for name, row in report["from_ours"].items():
+        print(
+            f"  {name}: mean {row['mean_difference']:.4f}, largest {row['largest_difference']:.4f}, "
+            f"same likeliest token {100 * row['same_likeliest']:.1f}%"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The comparison of a server's log-probabilities with the simulation's; the server itself is not needed for most of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import vllm_agreement as agreement
+from gpu_calibration import tiny_shape
+
+from onptq.bench.timing import draw_prompts
+from onptq.models.loading import find_source, load_model
+from onptq.zoo.published import find_published, write_published
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agreement") / "model"
+    return write_published(tiny_shape(find_published("qwen2.5-vl-7b")), folder, layers=2)
+
+
+def test_unquantized_the_simulation_is_the_model(model: Path) -> None:
+    texts = draw_prompts(2, 12, 512)
+    said, likeliest = agreement.simulate(model, "W16A16", texts)
+    dense = load_model(find_source(model), torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        expected = dense(input_ids=torch.tensor(texts)).logits.log_softmax(-1)[:, :-1]
+    torch.testing.assert_close(
+        said, expected.gather(-1, torch.tensor(texts)[:, 1:, None])[..., 0], rtol=1e-4, atol=1e-4
+    )
+    assert torch.equal(likeliest, expected.argmax(-1))
+
+
+def test_a_server_that_leaves_activations_alone_is_nearer_to_another_scheme(model: Path) -> None:
+    texts = draw_prompts(3, 24, 512)
+    found = {name: agreement.simulate(model, name, texts) for name in ("W4A6", "W4A16", "W16A16")}
+    rows = agreement.compare(found, found["W4A6"])
+    assert rows["W4A6"] == {"mean_difference": 0.0, "largest_difference": 0.0, "same_likeliest": 1.0}
+    assert 0 < rows["W4A16"]["mean_difference"] < rows["W16A16"]["mean_difference"]
+    assert rows["W16A16"]["same_likeliest"] < 1
+
+
+def test_without_vllm_it_says_what_the_interpreter_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert agreement.main(["--tiny", "--layers", "1", "--scheme", "W8A8", "--python", sys.executable]) == 1
+    assert "vLLM did not answer" in (said := capsys.readouterr().err)
+    assert "No module named 'vllm'" in said
