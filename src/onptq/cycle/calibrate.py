@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from onptq.recipe import CalibrateConfig
 
 GRADIENT_NORM = 1.0
 FINAL_RATE = 0.1  # the cosine schedule ends here
-SHARED = ("levels/", "step/")  # by every theta of an update
 OFFSET_ADAM = {"betas": (0.9, 0.98), "eps": 1e-12}  # gradients of single weights are small, and early ones say little
 
 
@@ -41,7 +40,8 @@ class Holdout:
 
 @dataclass
 class Progress:
-    """Everything an interrupted update needs to go on as if nothing had happened."""
+    """Everything an interrupted update needs to go on as if nothing had happened; of settled codes, which never change, only
+    the theta that it began from."""
 
     theta: Theta
     step: int = 0
@@ -51,10 +51,12 @@ class Progress:
     best_step: int = 0
 
     def save(self, path: Path) -> None:
-        tensors = {f"theta/{name}": tensor for name, tensor in self.theta.tensors().items()}
-        if self.best is not None:
-            best = self.best.tensors().items()
-            tensors |= {f"best/{name}": tensor for name, tensor in best if not name.startswith(SHARED)}
+        thetas = {"theta": self.theta} | ({} if self.best is None else {"best": self.best})
+        tensors = {
+            f"{part}/{name}": tensor
+            for part, theta in thetas.items()
+            for name, tensor in replace(theta, levels={}, step={}).tensors().items()
+        }
         tensors |= {f"moments/{name}": tensor for name, tensor in self.moments.items()}
         numbers = {"step": self.step, "best_step": self.best_step, "best_score": self.best_score}
         save_file(
@@ -69,15 +71,19 @@ class Progress:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 part, key = name.split("/", 1)
                 parts[part][key] = file.get_tensor(name)
-        shared = {name: tensor for name, tensor in parts["theta"].items() if name.startswith(SHARED)}
         return cls(
             theta=Theta.of_tensors(parts["theta"]),
             step=int(numbers["step"]),
             moments=parts["moments"],
-            best=Theta.of_tensors(parts["best"] | shared) if parts["best"] else None,
+            best=Theta.of_tensors(parts["best"]) if parts["best"] else None,
             best_score=float(numbers["best_score"]),
             best_step=int(numbers["best_step"]),
         )
+
+    def take_codes(self, start: Theta) -> None:
+        for theta in (self.theta, self.best):
+            if theta is not None:
+                theta.levels, theta.step = dict(start.levels), dict(start.step)
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ def calibrate(
         theta = policy.centre(theta)
     batches = [batch for epoch in range(cfg.epochs) for batch in _batches(len(items), cfg.batch, seed + epoch)]
     progress = progress or Progress(theta.clone())
+    progress.take_codes(theta)
     update = _Update(progress.theta, theta, cfg, len(batches), progress.moments)
     policy.attach(progress.theta)
     history: list[dict[str, float]] = []
