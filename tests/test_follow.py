@@ -140,6 +140,24 @@ def test_from_step_to_step_nothing_moves_in_memory(tiny: Callable[[str], Tiny]) 
     assert decoding.written == 6
 
 
+def test_a_step_that_cannot_be_recorded_is_run_as_it_is(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here there may be nothing to record with; where there is, the step asks for a number, which a recording cannot give."""
+    scenery = scene(tiny("llama"), *WEIGHT_ONLY)
+    asked: list[int] = []
+    plain = Decoding._step
+
+    def asking(self: Decoding) -> None:
+        asked.append(int(self.tokens[0, 0]))
+        plain(self)
+
+    monkeypatch.setattr(Decoding, "_step", asking)
+    monkeypatch.setattr(Decoding, "_records", lambda self: self.written == 3)
+    assert follow(prefixes_of(scenery, scenery.policy, "one")) == naive_trajectories(scenery, LIMIT)
+    assert len(asked) >= LIMIT - 1
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_replayed_step_writes_what_a_plain_one_does(

@@ -54,8 +54,12 @@ class Decoding:
 
 
 def _recorded(step: Callable[[], None]) -> Callable[[], None]:
-    """Recording runs nothing: every replay is one step."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    """Recording runs nothing, every replay is one step. What cannot be recorded, for want of memory or because a model asks the
+    GPU for a number on the way, is run as it is."""
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError:
+        return step
     return graph.replay
