@@ -55,7 +55,7 @@ def _vllm(
 _W4A16 = (
     _vllm(AMPERE, "serves", "Marlin", "int4 x 16-bit", "asked"),
     _vllm(ADA, "serves", "Marlin", "int4 x 16-bit", "asked"),
-    _vllm(HOPPER, "serves", "Machete", "int4 x 16-bit", "asked"),
+    _vllm(HOPPER, "serves", "Machete", "int4 x 16-bit", "run", note="H200, vLLM 0.26"),
     _vllm(BLACKWELL, "serves", "Marlin", "int4 x 16-bit", "asked", note=_SM100_ONLY),
     _vllm(CPU, "serves", "CPUWNA16", "int4 x 16-bit", "read"),
     _vllm(CPU_AMX, "differs", "CPUWNA16", "int4 x int8", "run", note="quantizes activations that should not be"),
