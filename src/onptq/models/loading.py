@@ -121,11 +121,12 @@ def _check_shard(shard: Path) -> None:
 
 
 def choose_device(device: str) -> torch.device:
+    """A GPU always with its number: some of PyTorch's functions want it."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise OnPTQError(f"compute.device is {device!r} but this machine has no usable GPU; valid here: cpu, auto")
-    return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def choose_dtype(dtype: str, device: torch.device, note: Callable[[str], None] = lambda text: None) -> torch.dtype:

@@ -45,10 +45,9 @@ def describe_machine(compute: ComputeConfig, span: int) -> Machine:
     host = host_free()
     flops, bandwidth, launch = _rates(device, dtype, span)
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
         free = free_memory(device)
         name = torch.cuda.get_device_name(device)
-        return Machine(f"cuda:{index}", name, dtype, free, host, free, flops, bandwidth, launch)
+        return Machine(str(device), name, dtype, free, host, free, flops, bandwidth, launch)
     unused = free_memory(device)
     threads = torch.get_num_threads()
     name = f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
