@@ -363,3 +363,14 @@ def test_a_model_that_is_not_here_is_an_error_and_no_download() -> None:
     with pytest.raises(OnPTQError, match=r"did you mean zoo:qwen2\.5-vl\?"):
         make_plan("qwen2.5-vl", scheme("W4A8"))
     assert run("someone/some-model").exit_code == 2
+
+
+def test_a_gpu_replays_a_rollout_so_that_slow_launches_cost_little(seven: Path) -> None:
+    slow = replace(BIG_GPU, launch=10 * BIG_GPU.launch)
+    fast_plan, slow_plan = (make_plan(seven, scheme("W4A8"), machine=machine) for machine in (BIG_GPU, slow))
+    seconds = {
+        name: [next(phase.seconds for phase in plan.phases if phase.name == name) for plan in (fast_plan, slow_plan)]
+        for name in ("Follow", "Branch")
+    }
+    assert seconds["Follow"][1] < 1.5 * seconds["Follow"][0]
+    assert seconds["Branch"][1] > 1.5 * seconds["Branch"][0], "which is not replayed"

@@ -18,17 +18,28 @@ from onptq.schemes import Scheme
 
 # Linears of a 7B decoder took 325.0 of the 447.4 ms of an eager forward over 16,384 tokens on an H200 (bf16).
 LINEAR_SHARE = 0.73
-# Counted in the modules: times an operation reads or writes all of its operand.
-ROUNDING_PASSES = 10  # activations of a linear: abs, amax, divide, clamp, round, multiply
-LIVE_PASSES = 14  # a weight under theta, float32: smooth, abs, amax, divide, clamp, round, multiply
-LIVE_BACKWARD_PASSES = 36
-OFFSET_PASSES = 17  # its offset: read twice, its gradient written, sign, product, difference, clamp
-SEARCH_PASSES = 16  # a weight rounded once more, and the error of its output
-DEQUANTIZE_PASSES = 4
 DECIDE_PASSES = 30  # [states, V] float32: two log-softmaxes, two divergences, three argmaxes
-DENSE_OPERATIONS, QUANTIZED_OPERATIONS, LIVE_OPERATIONS = 50, 120, 260  # started per block and forward
+DENSE_OPERATIONS = 50  # started per block and forward
 # Typical of one NVMe disk, and measured on one core of an EPYC; neither is probed. Per second.
 DISK_BYTES, HASH_BYTES, PACKED_CODES, UNPACKED_CODES = 1.0e9, 1.2e9, 2.0e8, 3.7e8
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often all of an operand is read or written, and how many operations a block starts in one forward."""
+
+    rounding: float  # activations of a linear, in the compute dtype: abs, amax, divide, clamp, round, multiply
+    live: float  # a weight under theta, as float32: smooth, abs, amax, divide, clamp, round, multiply
+    backward: float  # the same weight
+    offset: float  # its offset, as float32: read twice, its gradient written, sign, difference, clamp
+    tried: float  # a weight rounded once more, and the error of its output, as float32
+    dequantized: float  # codes to weights, in the compute dtype
+    quantized_operations: int
+    live_operations: int
+
+
+PLAIN = Passes(10, 14, 36, 15, 16, 4, 120, 260)  # counted in the modules
+KERNELS = Passes(3, 1.5, 2.5, 10, 2, 1.5, 65, 100)  # and in the kernels, which read weights and gradients in 16 bits
 
 
 @dataclass(frozen=True)
@@ -56,28 +67,38 @@ class Cost:
     def compute(self) -> int:
         return self.machine.dtype.itemsize
 
-    def dense(self, tokens: int, forwards: int, keys: float, operations: int = DENSE_OPERATIONS) -> float:
+    @property
+    def passes(self) -> Passes:
+        return KERNELS if self.machine.on_gpu else PLAIN
+
+    def dense(self, tokens: int, forwards: int, keys: float, operations: int | None = None) -> float:
         """`tokens` in `forwards` calls through the decoder, each token seeing `keys` others on average."""
         shapes, machine = self.shapes, self.machine
         flops = tokens * (2 * shapes.linears + 4 * shapes.query * keys * shapes.layers)
         read = forwards * shapes.linears * self.compute
+        operations = DENSE_OPERATIONS if operations is None else operations
         started = forwards * shapes.layers * operations * machine.launch
         return max(flops / machine.flops, read / machine.bandwidth) / LINEAR_SHARE + started
 
-    def quantized(self, tokens: int, forwards: int, keys: float) -> float:
+    def decode(self, tokens: int, forwards: int, keys: float, quantized: bool) -> float:
+        """A rollout's forwards, which a GPU replays without the host."""
+        return (self.quantized if quantized else self.dense)(tokens, forwards, keys, 0 if self.machine.on_gpu else None)
+
+    def quantized(self, tokens: int, forwards: int, keys: float, operations: int | None = None) -> float:
         """The same for Q in a rollout: activations are rounded on the way, weights made where they are not kept."""
         moved, linears = self.rounded_activations(tokens), self.shapes.linears
         if self.kept.weights == "codes":
-            moved += forwards * linears * self.compute * DEQUANTIZE_PASSES
+            moved += forwards * linears * self.compute * self.passes.dequantized
         if self.kept.weights == "nothing":
-            moved += forwards * linears * WIDE * LIVE_PASSES
-        return self.dense(tokens, forwards, keys, QUANTIZED_OPERATIONS) + moved / self.machine.bandwidth
+            moved += forwards * linears * WIDE * self.passes.live
+        started = self.passes.quantized_operations if operations is None else operations
+        return self.dense(tokens, forwards, keys, started) + moved / self.machine.bandwidth
 
     def rounded_activations(self, tokens: int) -> float:
         if not self.scheme.quantizes_activations:
             return 0.0
         widths = 5 * self.shapes.hidden + self.shapes.query + self.shapes.ffn
-        return tokens * widths * self.shapes.layers * self.compute * ROUNDING_PASSES
+        return tokens * widths * self.shapes.layers * self.compute * self.passes.rounding
 
     def head(self, states: int, passes: int) -> float:
         """Logits of `states`, and so many passes over them."""
@@ -99,7 +120,7 @@ class Cost:
             return self.folding()
         batches = ceil(work.prompts / max(1, work.batch_tokens // work.answered))
         rollouts = self.dense(work.prompts * work.prompt_tokens, batches, work.prompt_tokens / 2)
-        rollouts += self.dense(work.prompts * RESPONSE_TOKENS, batches * RESPONSE_TOKENS, work.answered)
+        rollouts += self.decode(work.prompts * RESPONSE_TOKENS, batches * RESPONSE_TOKENS, work.answered, False)
         searched = 0.0 if work.recipe.init == "signround" else self.search()
         return rollouts + searched + (self.signround() if work.start_rounds else 0.0)
 
@@ -108,7 +129,7 @@ class Cost:
         passes = self.dense(work.prompts * work.answered, work.prompts, work.answered / 2)
         tried = len(STRENGTHS) + 1 + len(RATIOS) + 1
         sampled = min(SAMPLE_TOKENS, work.prompts * work.answered)
-        flops, moved = 2 * sampled * shapes.linears * tried, tried * shapes.linears * WIDE * SEARCH_PASSES
+        flops, moved = 2 * sampled * shapes.linears * tried, tried * shapes.linears * WIDE * self.passes.tried
         return passes + flops / self.machine.flops + moved / self.machine.bandwidth
 
     def signround(self) -> float:
@@ -116,13 +137,13 @@ class Cost:
         work, batches = self.work, self.work.start_batches
         every = work.prompts * work.answered
         learned = self.learning(work.start_steps * every // batches, work.start_steps, work.answered)
-        learned += work.start_steps * self.shapes.linears * WIDE * OFFSET_PASSES / self.machine.bandwidth
+        learned += work.start_steps * self.shapes.linears * WIDE * self.passes.offset / self.machine.bandwidth
         looks = work.start_looks + 1  # the last of these is Q's stream going on to the next block
         judged = self.live(looks * every, looks * batches, work.answered)
         return learned + judged + self.dense(every, batches, work.answered / 2)
 
     def folding(self) -> float:
-        return self.shapes.linears * WIDE * LIVE_PASSES / self.machine.bandwidth
+        return self.shapes.linears * WIDE * PLAIN.live / self.machine.bandwidth
 
     def follow(self) -> float:
         """Prefill and one forward per response token, batch by batch; held-out prompts before each round and at the end."""
@@ -134,7 +155,7 @@ class Cost:
     def _rollouts(self, prompts: int, batches: int) -> float:
         work = self.work
         prefill = self.quantized(prompts * work.prompt_tokens, batches, work.prompt_tokens / 2)
-        decode = self.quantized(prompts * work.response_tokens, batches * work.response_tokens, work.length)
+        decode = self.decode(prompts * work.response_tokens, batches * work.response_tokens, work.length, True)
         return prefill + decode + self.head(prompts * work.response_tokens, 1)
 
     def compare(self) -> float:
@@ -176,16 +197,17 @@ class Cost:
     def learning(self, tokens: int, forwards: int, length: int) -> float:
         """A live forward and its backward."""
         backward = 2 * self.live(tokens, 0, length)  # the gradients of inputs and of weights are a product each
-        moved = forwards * self.shapes.linears * WIDE * LIVE_BACKWARD_PASSES
+        moved = forwards * self.shapes.linears * WIDE * self.passes.backward
         return self.live(tokens, forwards, length) + backward + moved / self.machine.bandwidth
 
     def live(self, tokens: int, forwards: int, length: int) -> float:
         """A forward that is differentiable in theta: every weight is smoothed and rounded anew."""
-        moved = self.rounded_activations(tokens) + forwards * self.shapes.linears * WIDE * LIVE_PASSES
-        return self.dense(tokens, forwards, length / 2, LIVE_OPERATIONS) + moved / self.machine.bandwidth
+        moved = self.rounded_activations(tokens) + forwards * self.shapes.linears * WIDE * self.passes.live
+        return self.dense(tokens, forwards, length / 2, self.passes.live_operations) + moved / self.machine.bandwidth
 
     def export(self) -> float:
-        return self.packed / PACKED_CODES + (self.checkpoint_bytes + self.output_bytes) / DISK_BYTES
+        packing = 0.0 if self.machine.on_gpu else self.packed / PACKED_CODES
+        return packing + (self.checkpoint_bytes + self.output_bytes) / DISK_BYTES
 
     def verify(self) -> float:
         forward = 2 * self.dense(2 * self.work.prompt_tokens, 2, self.work.prompt_tokens / 2)
