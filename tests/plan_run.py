@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,8 +49,8 @@ def main(model: Path, recipe: Recipe, out: Path, warm: Path) -> None:
     before, reporter = resident("VmRSS"), Measuring()
     onptq.quantize(model, out / "run", calibration=model / "prompts.jsonl", recipe=recipe, reporter=reporter)
     with safe_open(out / "run" / "onptq" / "init.safetensors", "pt") as start:
-        codes = sum(name.startswith("levels/") for name in start.keys())  # noqa: SIM118 - safe_open is no mapping
-    print(json.dumps({"before": before, "peaks": reporter.peaks, "codes": codes}))
+        kinds = Counter(name.partition("/")[0] for name in start.keys())  # noqa: SIM118 - safe_open is no mapping
+    print(json.dumps({"before": before, "peaks": reporter.peaks, "start": kinds}))
 
 
 if __name__ == "__main__":

@@ -120,31 +120,35 @@ def test_progress_counts_every_prompt(tiny: Callable[[str], Tiny]) -> None:
     assert sum(done) == len(scenery.ordinals)
 
 
-def test_from_step_to_step_nothing_moves_in_memory(tiny: Callable[[str], Tiny]) -> None:
+def test_from_step_to_step_nothing_moves_in_memory(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or a recorded step would write where nobody reads."""
+    monkeypatch.setattr(decoding, "replays", lambda policy, limit: True)
     scenery = scene(tiny("llama"), *WEIGHT_ONLY)
     prefixes = prefixes_of(scenery, scenery.policy, "one", limit=6)
     with torch.no_grad(), scenery.policy.speaking("Q"):
         prefix = prefixes.prompt(0, "Q")
-        decoding = Decoding(scenery.policy, prefixes.batches[0], prefix, 6)
+        steps = Decoding(scenery.policy, prefixes.batches[0], prefix, 6)
 
         def places() -> list[int]:
-            state = [value for value in vars(decoding).values() if isinstance(value, torch.Tensor)]
+            state = [value for value in vars(steps).values() if isinstance(value, torch.Tensor)]
             return [tensor.data_ptr() for tensor in (*state, *prefix.cache.keys, *prefix.cache.values)]
 
         before = places()
         assert len(before) > 5
         for _ in range(5):
-            decoding.step()
+            steps.step()
         assert places() == before
-    assert decoding.written == 6
+    assert steps.written == 6
 
 
-def test_a_step_that_cannot_be_recorded_is_run_as_it_is(
-    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_that_read_all_slots_and_cannot_be_recorded_give_the_naive_rollouts(
+    tiny: Callable[[str], Tiny], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here there may be nothing to record with; where there is, the step asks for a number, which a recording cannot give."""
-    scenery = scene(tiny("llama"), *WEIGHT_ONLY)
+    scenery = scene(tiny(family), *WEIGHT_ONLY)
     asked: list[int] = []
     plain = Decoding._step
 
@@ -153,8 +157,9 @@ def test_a_step_that_cannot_be_recorded_is_run_as_it_is(
         plain(self)
 
     monkeypatch.setattr(Decoding, "_step", asking)
-    monkeypatch.setattr(Decoding, "_records", lambda self: self.written == 3)
-    assert follow(prefixes_of(scenery, scenery.policy, "one")) == naive_trajectories(scenery, LIMIT)
+    monkeypatch.setattr(decoding, "replays", lambda policy, limit: True)
+    for batches in ("several", "one"):
+        assert follow(prefixes_of(scenery, scenery.policy, batches)) == naive_trajectories(scenery, LIMIT)
     assert len(asked) >= LIMIT - 1
 
 
@@ -171,5 +176,5 @@ def test_a_replayed_step_writes_what_a_plain_one_does(
     monkeypatch.setattr(decoding, "_recorded", lambda step: recordings.append(None) or recorded(step))
     replayed = follow(Prefixes(policy, encoded, max_tokens=24))
     assert recordings
-    monkeypatch.setattr(decoding, "WORTH", 1000)
+    monkeypatch.setattr(decoding, "replays", lambda policy, limit: False)
     assert follow(Prefixes(policy, encoded, max_tokens=24)) == replayed

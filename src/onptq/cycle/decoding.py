@@ -21,7 +21,8 @@ class Decoding:
 
     def __init__(self, policy: Policy, batch: PromptBatch, prefix: Prefix, limit: int) -> None:
         size, device = len(batch.prompts), policy.device
-        self.policy, self.limit, self.written = policy, limit, 1
+        self.policy, self.written, self._width = policy, 1, batch.width
+        self._replays = replays(policy, limit)
         self.tokens = torch.zeros(size, limit, dtype=torch.long, device=device)  # y_1..y_limit
         self.tokens[:, 0] = policy.logits(prefix.last).argmax(-1)
         self._fed = torch.zeros(1, dtype=torch.long, device=device)  # which of them is fed next
@@ -30,27 +31,30 @@ class Decoding:
         slots = prefix.cache.slots
         self._seen = torch.zeros(size, 1, 1, slots, dtype=torch.bool, device=device)
         self._seen[:, 0, 0, : batch.width] = batch.real
-        self._cache = SlotCache(prefix.cache, self._slot)
+        self._cache = SlotCache(prefix.cache, self._slot) if self._replays else prefix.cache
         self._go: Callable[[], None] = self._step
 
     def step(self) -> None:
         """One more token of every row."""
-        if self._records():
+        if self._replays and self.written == 1 + WARM_UP:
             self._go = _recorded(self._step)
         self._go()
         self.written += 1
-
-    def _records(self) -> bool:
-        return self.policy.device.type == "cuda" and self.written == 1 + WARM_UP and self.limit - self.written >= WORTH
 
     def _step(self) -> None:
         policy = self.policy
         token = self.tokens.index_select(1, self._fed)
         self._seen.index_fill_(3, self._slot, True)
-        hidden = policy.run(Tokens(policy.embed(token), self._positions, self._seen), self._cache)[:, 0]
+        seen = self._seen if self._replays else self._seen[..., : self._width + self.written]
+        hidden = policy.run(Tokens(policy.embed(token), self._positions, seen), self._cache)[:, 0]
         for counter in (self._fed, self._slot, self._positions):
             counter += 1
         self.tokens.index_copy_(1, self._fed, policy.logits(hidden).argmax(-1, keepdim=True))
+
+
+def replays(policy: Policy, limit: int) -> bool:
+    """Whether steps are recorded: then all slots are read in each, else those that are written."""
+    return policy.device.type == "cuda" and limit > WARM_UP + WORTH
 
 
 def _recorded(step: Callable[[], None]) -> Callable[[], None]:
