@@ -19,6 +19,7 @@ from onptq.errors import OnPTQError
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import CHUNK_PROMPTS, CHUNK_ROWS, EncodedPrompt, PromptBatch, chunked, encode_prompts
 from onptq.models.processing import ModelInputs
+from onptq.models.windows import windows_at_once
 from onptq.policy import Policy
 
 RESPONSE = (5, 60, 200, 7)
@@ -97,6 +98,29 @@ def test_response_positions_are_those_transformers_derives_from_the_whole_sequen
         batch = PromptBatch.of([encode(policy, inputs)])
         assert torch.equal(batch.response_positions(len(RESPONSE))[:, 0], whole.positions[:, inputs.length :])
         assert whole.positions.shape[0] == (3 if family in MULTIMODAL else 1)
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_all_windows_at_once_give_the_features_of_one_after_another(
+    tiny: Callable[[str], Tiny], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, inputs, calls = tiny(family).policy("W4A16"), all_inputs(tiny(family)), []
+    plain = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kw: (calls.append(1), plain(*args, **kw))[1],
+    )
+    one_by_one = encode_many(policy, inputs)
+    looped = len(calls)
+    with windows_at_once(policy.model):
+        at_once = encode_many(policy, inputs)
+    assert 0 < len(calls) - looped < looped
+    for mine, theirs in zip(at_once, one_by_one, strict=True):
+        assert_same(mine, theirs, tolerance=1e-6)
+    calls.clear()
+    encode_many(policy, inputs)
+    assert len(calls) == looped
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -16,6 +16,7 @@ from onptq.models.attention import trusted_attention
 from onptq.models.family import TEXT
 from onptq.models.processing import ModelInputs, PromptProcessor
 from onptq.models.structure import Structure
+from onptq.models.windows import windows_at_once
 
 CHUNK_PROMPTS = 32  # encoded in one forward
 CHUNK_ROWS = 8192  # tokens, patches and audio frames in one forward
@@ -140,8 +141,9 @@ def _at_the_door(model: nn.Module, structure: Structure, tensors: Mapping[str, T
 
     _forget_positions(model)
     hook = structure.decoder.register_forward_pre_hook(listen, with_kwargs=True)
+    at_once = windows_at_once(model) if tensors["input_ids"].is_cuda else nullcontext()
     try:
-        with trusted_attention():
+        with trusted_attention(), at_once:
             model(**tensors, use_cache=False)
     except _AtTheDoor:
         pass

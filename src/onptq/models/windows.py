@@ -1,0 +1,60 @@
+"""Towers attend in windows, each to itself; on a GPU all windows in one call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+NAME = "onptq_flash_windows"  # transformers tells the windows' bounds to implementations with "flash" in their names
+
+
+def attend_windows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Heads before rows in [1, heads, rows, width], after them in the result; windows lie side by side, padded to the longest."""
+    begin, length = cu_seq_lens_q[:-1, None], cu_seq_lens_q.diff()[:, None]
+    within = torch.arange(max_length_q, device=query.device)
+    real = within < length
+    mask = None if real.numel() == query.shape[2] else real[:, None, None]  # windows of one size need no padding
+    rows = (begin + within).clamp(max=query.shape[2] - 1)
+    windows = (tensor[0].transpose(0, 1)[rows].transpose(1, 2) for tensor in (query, key, value))
+    found = functional.scaled_dot_product_attention(*windows, attn_mask=mask, scale=scaling)
+    return found.transpose(1, 2)[real][None], None
+
+
+AttentionInterface.register(NAME, attend_windows)
+
+
+@contextmanager
+def windows_at_once(model: nn.Module) -> Iterator[None]:
+    """Instead of a call for every window, as transformers does without the flash-attn package."""
+    towers = [module.config for module in model.modules() if hasattr(module, "config") and _has_windows(type(module))]
+    before = [config._attn_implementation for config in towers]
+    for config in towers:
+        config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        for config, name in zip(towers, before, strict=True):
+            config._attn_implementation = name
+
+
+@cache
+def _has_windows(kind: type[nn.Module]) -> bool:
+    return "cu_seqlens" in inspect.signature(kind.forward).parameters
