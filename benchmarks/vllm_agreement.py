@@ -61,14 +61,18 @@ def simulate(folder: Path, scheme: str, texts: Sequence[Sequence[int]]) -> Said:
 
 
 def compare(found: Mapping[str, Said], expected: Said) -> dict[str, dict[str, float]]:
-    return {
-        name: {
-            "mean_difference": float((said - expected[0]).abs().mean()),
-            "largest_difference": float((said - expected[0]).abs().max()),
-            "same_likeliest": float((likeliest == expected[1]).double().mean()),
+    """Differences are of the states of which a number was said."""
+    rows = {}
+    for name, (said, likeliest) in found.items():
+        finite = said.isfinite()
+        differences, same = (said - expected[0]).abs()[finite], (likeliest == expected[1])[finite]
+        rows[name] = {
+            "not_finite": int((~finite).sum()),
+            "mean_difference": float(differences.mean()),
+            "largest_difference": float(differences.max()),
+            "same_likeliest": float(same.double().mean()),
         }
-        for name, (said, likeliest) in found.items()
-    }
+    return rows
 
 
 def ask_server(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -130,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"  {name}: mean {row['mean_difference']:.4f}, largest {row['largest_difference']:.4f}, "
             f"same likeliest token {100 * row['same_likeliest']:.1f}%"
+            + (f"; {row['not_finite']} more are not numbers" if row["not_finite"] else "")
         )
     return 0
 

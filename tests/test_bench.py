@@ -19,7 +19,7 @@ from onptq.bench.tables import HEADS, announced, kernel_lines, paper_cell, rows
 from onptq.bench.timing import Job, draw_prompts, heard, measure
 from onptq.bench.transformers_engine import run as run_transformers
 from onptq.bench.variants import choose_variants
-from onptq.bench.vllm_engine import describe_kernels, options
+from onptq.bench.vllm_engine import describe_kernels, not_finite, options
 from onptq.cli import app
 from onptq.errors import OnPTQError
 from onptq.progress import QuietReporter
@@ -142,6 +142,39 @@ def test_a_checkpoint_that_does_not_run_is_reported_and_the_others_are_measured(
     assert "exit code 3" in failed["error"]
     assert failed["error"].endswith("boom")
     assert whole["kernels"] == {"K": 1}
+
+
+def test_an_engine_that_says_what_is_not_a_number_fails(small: Path, tmp_path: Path) -> None:
+    row = {"batch": 1, "prefill_seconds": 1.0, "decode_seconds": 1.0, "prefill_peak_bytes": 1}
+    told = {
+        "kernels": {"K": 1},
+        "weight_bytes": 1,
+        "device": "cpu",
+        "versions": {},
+        "batches": [row],
+        "not_finite": 255,
+    }
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho 'RESULT {json.dumps(told)}'\n")
+    python.chmod(0o755)
+    result = CliRunner().invoke(app, ["bench", str(small), "--schemes", "", "--python", str(python)])
+    assert result.exit_code == 1
+    assert "dense: failed, 255 log-probabilities of prompt tokens are not numbers" in " ".join(result.output.split())
+
+
+def test_log_probabilities_that_are_no_numbers_are_counted_but_for_the_first_tokens() -> None:
+    def place(value: float) -> dict[int, Any]:
+        return {7: SimpleNamespace(logprob=value)}
+
+    answers = [[None, place(-1.0), place(float("nan"))], [None, place(float("-inf")), place(-2.0)]]
+    asked: list[Any] = []
+
+    def generate(prompts: Sequence[Any], parameters: Any, use_tqdm: bool) -> list[Any]:
+        asked.extend(prompts)
+        return [SimpleNamespace(prompt_logprobs=answer) for answer in answers]
+
+    assert not_finite(SimpleNamespace(generate=generate), None, JOB) == 2
+    assert [len(one["prompt_token_ids"]) for one in asked] == [2048] * 8
 
 
 def test_prefill_and_decode_come_from_pairs_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:

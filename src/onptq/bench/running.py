@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from onptq import __version__
+from onptq.bench.tables import problem
 from onptq.bench.timing import Job, heard
 from onptq.bench.transformers_engine import BACKENDS
 from onptq.bench.variants import Variant
@@ -89,8 +90,8 @@ def run_bench(
                 found = _run_one(variant, mode, settings, logs)
                 results.append({"name": variant.name, "mode": mode, "folder": variant.source.folder.name} | found)
                 save(_report(model, settings, results))
-                if "error" in found:
-                    reporter.warn(f"{variant.name} ({mode}): {found['error']}")
+                if trouble := problem(found):
+                    reporter.warn(f"{variant.name} ({mode}): {trouble}")
                 bar.advance()
     return _report(model, settings, results)
 

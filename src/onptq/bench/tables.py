@@ -63,6 +63,15 @@ def paper_cell(name: str, batch: int) -> str:
     return f"{text}: {times:.2f}x, {100 * (1 - found['peak_bytes'] / base['peak_bytes']):.1f}% less"
 
 
+def problem(one: Mapping[str, Any]) -> str | None:
+    """Why a measurement must not be used."""
+    if "error" in one:
+        return str(one["error"])
+    if one.get("not_finite"):
+        return f"{one['not_finite']:,} log-probabilities of prompt tokens are not numbers: its kernels compute wrongly"
+    return None
+
+
 def kernel_lines(results: Sequence[Mapping[str, Any]], mode: str) -> Iterator[str]:
     for one in results:
         if one["mode"] == mode and "error" not in one:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 if __package__:
-    from onptq.bench.timing import Job, Memory, ProcessMemory, measure, tell
+    from onptq.bench.timing import Job, Memory, ProcessMemory, draw_prompts, measure, tell
 else:  # vLLM's interpreter may have no OnPTQ; this folder must not hide other modules either
-    from timing import Job, Memory, ProcessMemory, measure, tell  # type: ignore[import-not-found, no-redef]
+    from timing import Job, Memory, ProcessMemory, draw_prompts, measure, tell  # type: ignore[import-not-found, no-redef]
 
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
 
@@ -72,7 +73,16 @@ def run(job: Job) -> dict[str, Any]:
         "hardware": "sm{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "cpu",
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         "batches": list(measure(generate, job, memory)),
+        "not_finite": not_finite(llm, vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), job),
     }
+
+
+def not_finite(llm: Any, parameters: Any, job: Job) -> int:
+    """Of the largest batch's tokens how many have a log-probability that is no number: kernels that are fast can be wrong."""
+    prompts = draw_prompts(max(job.batches), job.prompt_tokens, job.vocabulary)
+    found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+    said = (one for answer in found for place in answer.prompt_logprobs[1:] for one in place.values())
+    return sum(not math.isfinite(one.logprob) for one in said)
 
 
 def options(job: Job, on_gpu: bool) -> dict[str, Any]:

@@ -73,9 +73,10 @@ def bench(
 ) -> None:
     """Measure prefill, decode and peak memory of MODEL, dense and quantized, in one engine with one setting.
 
-    Exit code 1 where a checkpoint did not run.
+    Exit code 1 where a checkpoint did not run, or said what is not a number.
     """
     from onptq.bench.running import Settings
+    from onptq.bench.tables import problem
 
     settings = Settings(
         engine=engine,  # type: ignore[arg-type]
@@ -97,7 +98,7 @@ def bench(
         typer.echo(json_format.dumps(found, indent=2))
     else:
         _print(found)
-    if any("error" in one for one in found["results"]):
+    if any(map(problem, found["results"])):
         raise typer.Exit(1)
 
 
@@ -135,7 +136,7 @@ def _print(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     from onptq.bench.paper import PAPER
-    from onptq.bench.tables import HEADS, kernel_lines, rows
+    from onptq.bench.tables import HEADS, kernel_lines, problem, rows
 
     console = Console(highlight=False)
     if not console.is_terminal:  # a file has no width of its own
@@ -157,8 +158,8 @@ def _print(found: dict[str, Any]) -> None:
         for line in kernel_lines(results, mode):
             console.print(line, markup=False)
         for one in results:
-            if one["mode"] == mode and "error" in one:
-                console.print(f"{one['name']}: failed, {one['error']}", style="red", markup=False)
+            if one["mode"] == mode and (trouble := problem(one)):
+                console.print(f"{one['name']}: failed, {trouble}", style="red", markup=False)
         console.print()
     console.print(
         f"paper: {PAPER['model']} on a {PAPER['device']}, {PAPER['prompt_tokens']:,} tokens, GB of 10^9 bytes"

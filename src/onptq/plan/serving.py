@@ -43,6 +43,9 @@ HUMMING = "--linear-backend humming"
 NO_INT8 = "VLLM_CPU_INT4_W4A8=0"
 
 _SM100_ONLY = "the choice was asked for sm100, not for sm120"
+_FENCED = (
+    "vLLM 0.28 or later: humming-kernels 0.1.10, which 0.26 and 0.27 have, gave values that are not numbers on an H200"
+)
 _SILENT = "loads without a word and does not quantize the activations"
 
 
@@ -73,12 +76,20 @@ _W4A8 = (
         "serves",
         "Humming",
         "int4 x int8",
-        "run",
+        "asked",
         switch=HUMMING,
-        note="H200, vLLM 0.26; VLLM_DISABLED_KERNELS=MacheteLinearKernel has the same effect",
+        note=f"{_FENCED}; VLLM_DISABLED_KERNELS=MacheteLinearKernel has the same effect",
     ),
     _vllm(BLACKWELL, "differs", "Marlin", "int4 x 16-bit", "asked", note=f"{_SILENT}; {_SM100_ONLY}"),
-    _vllm(BLACKWELL, "serves", "Humming", "int4 x int8", "asked", switch=HUMMING, note=_SM100_ONLY),
+    _vllm(
+        BLACKWELL,
+        "serves",
+        "Humming",
+        "int4 x int8",
+        "asked",
+        switch=HUMMING,
+        note=f"{_SM100_ONLY}; vLLM 0.28 or later",
+    ),
     _vllm(CPU, "differs", "CPUWNA16", "int4 x 16-bit", "read", note=_SILENT),
     _vllm(CPU_AMX, "serves", "CPUWNA16", "int4 x int8", "run", note=f"not with {NO_INT8}"),
 )
