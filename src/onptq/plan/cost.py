@@ -22,6 +22,7 @@ DECIDE_PASSES = 30  # [states, V] float32: two log-softmaxes, two divergences, t
 DENSE_OPERATIONS = 50  # started per block and forward
 # Typical of one NVMe disk, and measured on one core of an EPYC; neither is probed. Per second.
 DISK_BYTES, HASH_BYTES, PACKED_CODES, UNPACKED_CODES = 1.0e9, 1.2e9, 2.0e8, 3.7e8
+PROCESSED_PATCHES = 4.2e4  # of pictures that Pillow decodes and resizes and numpy cuts up, on one core; per second
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,10 @@ class Cost:
         return self.checkpoint_bytes / HASH_BYTES + self.checkpoint_bytes / DISK_BYTES
 
     def encode(self) -> float:
-        """Towers, once per prompt: every patch or frame meets every parameter."""
+        """Processors and towers, once per prompt: every patch or frame meets every parameter."""
         units = self.work.every * self.work.media_tokens * self.shapes.patches
-        return 2 * units * (self.shapes.vision + self.shapes.audio) / self.machine.flops / LINEAR_SHARE
+        towers = 2 * units * (self.shapes.vision + self.shapes.audio) / self.machine.flops / LINEAR_SHARE
+        return towers + units / PROCESSED_PATCHES
 
     def initialize(self) -> float:
         work = self.work
