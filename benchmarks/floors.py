@@ -172,12 +172,12 @@ def measure_rates(device: torch.device, dtype: torch.dtype, width: int, copied: 
     out = torch.empty_like(left)
     source = torch.randint(-128, 128, (copied,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    product = _median_seconds(lambda: torch.mm(left, right, out=out), device)
-    copy = _median_seconds(lambda: target.copy_(source), device)
+    product = median_seconds(lambda: torch.mm(left, right, out=out), device)
+    copy = median_seconds(lambda: target.copy_(source), device)
     return Rates(2 * width**3 / product, 2 * copied / copy)
 
 
-def _median_seconds(operation: Callable[[], object], device: torch.device, repeats: int = 9) -> float:
+def median_seconds(operation: Callable[[], object], device: torch.device, repeats: int = 9) -> float:
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

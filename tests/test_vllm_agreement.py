@@ -40,9 +40,19 @@ def test_a_server_that_leaves_activations_alone_is_nearer_to_another_scheme(mode
     texts = draw_prompts(3, 24, 512)
     found = {name: agreement.simulate(model, name, texts) for name in ("W4A6", "W4A16", "W16A16")}
     rows = agreement.compare(found, found["W4A6"])
-    assert rows["W4A6"] == {"mean_difference": 0.0, "largest_difference": 0.0, "same_likeliest": 1.0}
+    same = {"not_finite": 0, "mean_difference": 0.0, "largest_difference": 0.0, "same_likeliest": 1.0}
+    assert rows["W4A6"] == same
     assert 0 < rows["W4A16"]["mean_difference"] < rows["W16A16"]["mean_difference"]
     assert rows["W16A16"]["same_likeliest"] < 1
+
+
+def test_what_is_not_a_number_is_counted_and_does_not_hide_the_rest() -> None:
+    expected = torch.zeros(2, 3), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    said = torch.tensor([[0.0, 0.5, 0.0], [float("nan")] * 3])
+    rows = agreement.compare({"vLLM": (said, torch.tensor([[1, 2, 0], [0, 0, 0]]))}, expected)
+    assert rows["vLLM"]["not_finite"] == 3
+    assert rows["vLLM"]["largest_difference"] == 0.5
+    assert rows["vLLM"]["same_likeliest"] == pytest.approx(2 / 3)
 
 
 def test_without_vllm_it_says_what_the_interpreter_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ def attend_windows(
     real = within < length
     mask = None if real.numel() == query.shape[2] else real[:, None, None]  # windows of one size need no padding
     rows = (begin + within).clamp(max=query.shape[2] - 1)
-    windows = (tensor[0].transpose(0, 1)[rows].transpose(1, 2) for tensor in (query, key, value))
-    found = functional.scaled_dot_product_attention(*windows, attn_mask=mask, scale=scaling)
+    query, key, value = (tensor[0].transpose(0, 1)[rows].transpose(1, 2) for tensor in (query, key, value))
+    found = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return found.transpose(1, 2)[real][None], None
 
 
@@ -44,7 +43,11 @@ AttentionInterface.register(NAME, attend_windows)
 @contextmanager
 def windows_at_once(model: nn.Module) -> Iterator[None]:
     """Instead of a call for every window, as transformers does without the flash-attn package."""
-    towers = [module.config for module in model.modules() if hasattr(module, "config") and _has_windows(type(module))]
+    kinds = {type(module): module for module in model.modules()}
+    windowed = {kind for kind, one in kinds.items() if "cu_seqlens" in signature(one.forward).parameters}
+    towers: list[Any] = [
+        module.config for module in model.modules() if type(module) in windowed and hasattr(module, "config")
+    ]
     before = [config._attn_implementation for config in towers]
     for config in towers:
         config._attn_implementation = NAME
@@ -53,8 +56,3 @@ def windows_at_once(model: nn.Module) -> Iterator[None]:
     finally:
         for config, name in zip(towers, before, strict=True):
             config._attn_implementation = name
-
-
-@cache
-def _has_windows(kind: type[nn.Module]) -> bool:
-    return "cu_seqlens" in inspect.signature(kind.forward).parameters
