@@ -20,6 +20,7 @@ from onptq.schemes import Scheme
 LINEAR_SHARE = 0.73
 DECIDE_PASSES = 30  # [states, V] float32: two log-softmaxes, two divergences, three argmaxes
 DENSE_OPERATIONS = 50  # started per block and forward
+REPLAYED = 9e-6  # seconds of a small operation in a replayed graph, from Follow of a 7B model on an H200
 # Typical of one NVMe disk, and measured on one core of an EPYC; neither is probed. Per second.
 DISK_BYTES, HASH_BYTES, PACKED_CODES, UNPACKED_CODES = 1.0e9, 1.2e9, 2.0e8, 3.7e8
 PROCESSED_PATCHES = 4.2e4  # of pictures that Pillow decodes and resizes and numpy cuts up, on one core; per second
@@ -72,28 +73,30 @@ class Cost:
     def passes(self) -> Passes:
         return KERNELS if self.machine.on_gpu else PLAIN
 
-    def dense(self, tokens: int, forwards: int, keys: float, operations: int | None = None) -> float:
+    def dense(
+        self, tokens: int, forwards: int, keys: float, operations: int = DENSE_OPERATIONS, launch: float | None = None
+    ) -> float:
         """`tokens` in `forwards` calls through the decoder, each token seeing `keys` others on average."""
         shapes, machine = self.shapes, self.machine
         flops = tokens * (2 * shapes.linears + 4 * shapes.query * keys * shapes.layers)
         read = forwards * shapes.linears * self.compute
-        operations = DENSE_OPERATIONS if operations is None else operations
-        started = forwards * shapes.layers * operations * machine.launch
+        started = forwards * shapes.layers * operations * (machine.launch if launch is None else launch)
         return max(flops / machine.flops, read / machine.bandwidth) / LINEAR_SHARE + started
 
     def decode(self, tokens: int, forwards: int, keys: float, quantized: bool) -> float:
         """A rollout's forwards, which a GPU replays without the host."""
-        return (self.quantized if quantized else self.dense)(tokens, forwards, keys, 0 if self.machine.on_gpu else None)
+        launch = REPLAYED if self.machine.on_gpu else None
+        return (self.quantized if quantized else self.dense)(tokens, forwards, keys, launch=launch)
 
-    def quantized(self, tokens: int, forwards: int, keys: float, operations: int | None = None) -> float:
+    def quantized(self, tokens: int, forwards: int, keys: float, launch: float | None = None) -> float:
         """The same for Q in a rollout: activations are rounded on the way, weights made where they are not kept."""
         moved, linears = self.rounded_activations(tokens), self.shapes.linears
         if self.kept.weights == "codes":
             moved += forwards * linears * self.compute * self.passes.dequantized
         if self.kept.weights == "nothing":
             moved += forwards * linears * WIDE * self.passes.live
-        started = self.passes.quantized_operations if operations is None else operations
-        return self.dense(tokens, forwards, keys, started) + moved / self.machine.bandwidth
+        started = self.passes.quantized_operations
+        return self.dense(tokens, forwards, keys, started, launch) + moved / self.machine.bandwidth
 
     def rounded_activations(self, tokens: int) -> float:
         if not self.scheme.quantizes_activations:
