@@ -341,12 +341,12 @@ def test_theta_has_a_vector_per_pair_a_step_ratio_per_row_and_what_its_codes_nee
             path, rows = f"layers.{layer}.{parent}.{name}", (tall[name], 1)
             columns = wide[PAIR_INTO[name]] * (heads // kv if name == "o_proj" else 1)
             scales[f"ratio/{path}"] = settled[f"step/{path}"] = rows
-            settled[f"levels/{path}"] = tall[name], columns
+            settled[f"halved/{path}"] = tall[name], columns // 2
     for name in ("init.safetensors", *(f"rounds/{k}/theta.safetensors" for k in range(ROUNDS))):
         theta = load_file(run / "onptq" / name)
         assert {key: tuple(tensor.shape) for key, tensor in theta.items()} == scales | settled
         for key, tensor in theta.items():
-            assert tensor.dtype == (torch.int8 if key.startswith("levels/") else torch.float32)
+            assert tensor.dtype == (torch.uint8 if key.startswith("halved/") else torch.float32)
             assert bool(tensor.isfinite().all())
         ratios = [tensor for key, tensor in theta.items() if key.startswith("ratio/")]
         assert any(bool(ratio.any()) for ratio in ratios) == (name != "init.safetensors"), "they count from the step"

@@ -12,6 +12,7 @@ import oracles
 import pytest
 import torch
 from conftest import FAMILIES, Tiny
+from safetensors.torch import load_file
 from torch import Tensor
 
 from onptq.cycle.prefixes import causal_mask
@@ -249,6 +250,32 @@ def test_theta_survives_the_disk_bit_for_bit(tiny: Callable[[str], Tiny], tmp_pa
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
     assert bool(loaded.offset) == offsets
+
+
+@pytest.mark.parametrize("scheme", ["W4A8", "W3A8", "W8A8", "W4A16-g32-asym"])
+def test_settled_codes_survive_the_disk_and_take_no_more_of_it_than_they_need(
+    tiny: Callable[[str], Tiny], tmp_path: Path, scheme: str
+) -> None:
+    policy = tiny("qwen2").policy(scheme)
+    theta = policy.settle(random_theta(policy, offsets=False))
+    theta.save(tmp_path / "theta.safetensors")
+    loaded = Theta.load(tmp_path / "theta.safetensors")
+    for part in ("levels", "step"):
+        before, after = getattr(theta, part), getattr(loaded, part)
+        assert before.keys() == after.keys() != set()
+        assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+    weights = sum(levels.numel() for levels in theta.levels.values())
+    rest = sum(4 * tensor.numel() for part in (theta.smoothing, theta.ratio, theta.step) for tensor in part.values())
+    bytes_each = {"W4A8": 0.5, "W3A8": 0.5, "W8A8": 1, "W4A16-g32-asym": 2}[scheme]
+    stored = (tmp_path / "theta.safetensors").stat().st_size
+    assert weights * bytes_each + rest < stored < weights * bytes_each + rest + 2**14
+
+
+def test_a_halved_byte_holds_two_codes_the_first_below(tmp_path: Path) -> None:
+    theta = Theta(levels={"layers.0.mlp.up_proj": torch.tensor([[-8, 7, 0, -1]], dtype=torch.int8)})
+    theta.save(tmp_path / "theta.safetensors")
+    (stored,) = load_file(tmp_path / "theta.safetensors").items()
+    assert (stored[0], stored[1].tolist()) == ("halved/layers.0.mlp.up_proj", [[0 + 16 * 15, 8 + 16 * 7]])
 
 
 def test_clones_share_nothing(tiny: Callable[[str], Tiny]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,14 +97,40 @@ class Theta:
         return theta
 
     def save(self, path: Path) -> None:
-        save_file({name: tensor.cpu() for name, tensor in self.tensors().items()}, path)
+        save_file({name: tensor.cpu() for name, tensor in _halved(self.tensors())}, path)
 
     @classmethod
     def load(cls, path: Path, device: torch.device | str = "cpu") -> Theta:
-        return cls.of_tensors(load_file(path, device=str(device)))
+        return cls.of_tensors(dict(_whole(load_file(path, device=str(device)))))
 
     def _parts(self) -> tuple[dict[str, Tensor], ...]:
         return self.smoothing, self.ratio, self.offset, self.levels, self.step
+
+
+def _halved(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Settled codes of at most four bits, two in a byte, the first in its lower half; everything else as it is."""
+    for name, tensor in tensors.items():
+        part, key = name.split("/", 1)
+        if part == "levels" and tensor.dtype == torch.int8 and not tensor.shape[1] % 2 and _narrow(tensor):
+            nibbles = (tensor + 8).to(torch.uint8)
+            yield f"halved/{key}", nibbles[:, ::2] | nibbles[:, 1::2] << 4
+        else:
+            yield name, tensor
+
+
+def _narrow(levels: Tensor) -> bool:
+    low, high = levels.aminmax()
+    return int(low) >= -8 and int(high) < 8
+
+
+def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        part, key = name.split("/", 1)
+        if part == "halved":
+            nibbles = torch.stack((tensor & 15, tensor >> 4), -1).flatten(1)
+            yield f"levels/{key}", nibbles.to(torch.int8) - 8
+        else:
+            yield name, tensor
 
 
 def pair_key(block: Block, pair: str) -> str:
