@@ -57,6 +57,7 @@ def run(job: Job) -> dict[str, Any]:
     weights = llm.apply_model(weight_bytes)[0]
     cache = cache_bytes(llm)
     memory: Memory = TensorMemory(cache) if on_gpu else ProcessMemory()
+    scored = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
 
     def generate(prompts: Sequence[list[int]], tokens: int) -> None:
         parameters = vllm.SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -73,7 +74,7 @@ def run(job: Job) -> dict[str, Any]:
         "hardware": "sm{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "cpu",
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         "batches": list(measure(generate, job, memory)),
-        "not_finite": not_finite(llm, vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), job),
+        "not_finite": not_finite(llm, scored, job),
     }
 
 
