@@ -365,7 +365,7 @@ def test_codes_are_free_settled_or_learned_and_survive_the_export(quantize: Quan
 
     scales = {"smoothing", "ratio"}
     assert parts("free") == scales
-    assert parts("settled") == scales | {"levels", "step"}
+    assert parts("settled") == scales | {"halved", "step"}
     assert parts("learned") == scales | {"offset"}
     offsets = [
         t for name, t in theta(quantize({"init": "rtn", "calibrate.codes": "learned"})).items() if "offset/" in name

@@ -99,7 +99,7 @@ def test_the_peak_of_a_learned_start_is_as_predicted(measured: tuple[Plan, dict[
     phase = next(phase for phase in plan.phases if phase.name == "Initialize")
     predicted = phase.host_bytes - phase.host["process"]
     assert predicted == pytest.approx(run["peaks"]["Initialize"] - run["before"], rel=TOLERANCE)
-    kind = "levels" if plan.recipe.settles else "offset"
+    kind = "halved" if plan.recipe.settles else "offset"
     assert run["start"][kind] == 7 * 3, "every linear was to have learned something: are there too few steps?"
 
 
