@@ -3,8 +3,9 @@
     python benchmarks/low_bit_products.py --model qwen2.5-vl-7b --out result.json
     python benchmarks/low_bit_products.py --tiny --out result.json                       # on a CPU, without humming
 
-Random codes, steps and inputs, new ones for every row of the table. Right is what exact integers give: reported are values that
-are not finite and the largest difference, as a share of the largest value. Activations are quantized beforehand.
+Random codes and steps for every linear, random inputs for every row of the table. Right is what exact integers give: reported
+are values that are not finite, and the largest difference of the others as a share of the largest value. Activations are
+quantized beforehand.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ ROWS, TINY_ROWS = (1, 8, 2048, 16384), (1, 20)
 CHECKED = 2048  # rows that are compared, from the first and from the last; the exact product takes memory
 WEIGHT_BITS, ACTIVATION_BITS = 4, 8
 
+Multiply = Callable[[Tensor, Tensor], Tensor]  # of activations' codes and steps
+
 
 def shapes_of(dims: Dims) -> dict[str, tuple[int, int]]:
     """Outputs and inputs, as servers join the linears of a layer."""
@@ -63,29 +66,33 @@ def errors(found: Tensor, codes: Tensor, step: Tensor, linear: LowBitLinear) -> 
         exact = integer_product(codes[rows], linear.codes).double() * step[rows].double() * linear.step.double()
         finite = found[rows].isfinite()
         bad += int((~finite).sum())
-        largest = max(largest, float((found[rows].double() - exact)[finite].abs().max()))
+        largest = max(largest, float((found[rows].double() - exact).abs().where(finite, 0).max()))
         most = max(most, float(exact.abs().max()))
     return {"not_finite": bad, "largest_difference": largest / most}
 
 
-def measure(linear: LowBitLinear, rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def multiplier(linear: LowBitLinear) -> Multiply:
+    """By humming on a GPU, else by PyTorch's integers."""
+    if linear.codes.is_cuda:
+        humming = HummingLinear(linear).layer
+        return lambda codes, step: humming(
+            codes, input_scale=F.pad(step, (0, 0, 0, -len(step) % STEP_ROWS))[: len(step)]
+        )
+    dtype = linear.step.dtype
+    return lambda codes, step: integer_product(codes, linear.codes).float().mul_(step).mul_(linear.step).to(dtype)
+
+
+def measure(linear: LowBitLinear, multiply: Multiply, rows: int) -> dict[str, Any]:
+    dtype, device = linear.step.dtype, linear.step.device
     x = torch.randn(rows, linear.in_features, device=device).to(dtype)
     weight = torch.randn(linear.out_features, linear.in_features, device=device).to(dtype)
     codes, step = quantize_tokens(x, ACTIVATION_BITS)
     step = step.view(-1, 1).float()
     seconds = {"dense": median_seconds(partial(F.linear, x, weight), device)}
-
-    def exact() -> Tensor:
-        return integer_product(codes, linear.codes).float().mul_(step).mul_(linear.step).to(dtype)
-
-    multiply: Callable[[], Tensor] = exact
-    if device.type == "cuda":
-        humming = HummingLinear(linear).layer
-        padded = F.pad(step, (0, 0, 0, -rows % STEP_ROWS))[:rows]
-        multiply = partial(humming, codes, input_scale=padded)
-    seconds["low-bit"] = median_seconds(multiply, device)
+    seconds["low-bit"] = median_seconds(partial(multiply, codes, step), device)
     operations = 2 * rows * linear.out_features * linear.in_features
-    return {"rows": rows, "seconds": seconds, "operations": operations} | errors(multiply(), codes, step, linear)
+    wrong = errors(multiply(codes, step), codes, step, linear)
+    return {"rows": rows, "seconds": seconds, "operations": operations} | wrong
 
 
 def show(console: Console, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -120,8 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         report["versions"]["humming-kernels"] = None
     for name, (outputs, inputs) in shapes_of(dims).items():
         linear = random_linear(outputs, inputs, dtype, device)
+        multiply = multiplier(linear)
         for rows in TINY_ROWS if arguments.tiny else ROWS:
-            found.setdefault(name, []).append({"shape": [outputs, inputs]} | measure(linear, rows, dtype, device))
+            found.setdefault(name, []).append({"shape": [outputs, inputs]} | measure(linear, multiply, rows))
             save(arguments.out, report | {"products": found})
     show(Console(width=110 if not sys.stdout.isatty() else None, highlight=False), found)
     return int(any(row["not_finite"] for rows in found.values() for row in rows))

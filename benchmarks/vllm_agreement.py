@@ -65,6 +65,8 @@ def compare(found: Mapping[str, Said], expected: Said) -> dict[str, dict[str, fl
     rows = {}
     for name, (said, likeliest) in found.items():
         finite = said.isfinite()
+        if not finite.any():
+            raise OnPTQError(f"{name} gave no number for any of {said.numel()} states; expected log-probabilities")
         differences, same = (said - expected[0]).abs()[finite], (likeliest == expected[1])[finite]
         rows[name] = {
             "not_finite": int((~finite).sum()),

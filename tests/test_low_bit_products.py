@@ -54,3 +54,10 @@ def test_wrong_values_are_found_among_the_first_and_the_last_rows(row: int, monk
     assert products.errors(wrong, codes, step.view(-1, 1), linear)["not_finite"] == 1
     wrong[row, 3] = right.abs().max() * 4
     assert products.errors(wrong, codes, step.view(-1, 1), linear)["largest_difference"] > 2
+
+
+def test_products_without_a_single_number_are_counted_too() -> None:
+    linear = products.random_linear(16, 32, torch.float16, CPU)
+    codes, step = quantize_tokens(torch.randn(12, 32).half(), 8)
+    found = products.errors(torch.full((12, 16), float("nan")), codes, step.view(-1, 1), linear)
+    assert found == {"not_finite": 12 * 16, "largest_difference": 0.0}

@@ -14,6 +14,7 @@ import vllm_agreement as agreement
 from gpu_calibration import tiny_shape
 
 from onptq.bench.timing import draw_prompts
+from onptq.errors import OnPTQError
 from onptq.models.loading import find_source, load_model
 from onptq.zoo.published import find_published, write_published
 
@@ -53,6 +54,12 @@ def test_what_is_not_a_number_is_counted_and_does_not_hide_the_rest() -> None:
     assert rows["vLLM"]["not_finite"] == 3
     assert rows["vLLM"]["largest_difference"] == 0.5
     assert rows["vLLM"]["same_likeliest"] == pytest.approx(2 / 3)
+
+
+def test_a_server_that_says_no_number_at_all_is_an_error() -> None:
+    none = torch.full((2, 3), float("nan")), torch.zeros(2, 3)
+    with pytest.raises(OnPTQError, match="vLLM gave no number for any of 6 states"):
+        agreement.compare({"vLLM": none}, (torch.zeros(2, 3), torch.zeros(2, 3)))
 
 
 def test_without_vllm_it_says_what_the_interpreter_said(capsys: pytest.CaptureFixture[str]) -> None:
