@@ -5,7 +5,7 @@
 
 Random codes and steps for every linear, random inputs for every row of the table. Right is what exact integers give: reported
 are values that are not finite, and the largest difference of the others as a share of the largest value. Activations are
-quantized beforehand.
+quantized beforehand, and launches are not counted; the weights of one row's product may lie in the GPU's cache.
 """
 
 from __future__ import annotations
@@ -27,28 +27,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onptq.models.loading import choose_device
-from onptq.quantizer.integer import code_range, quantize_tokens
-from onptq.runtime.humming import STEP_ROWS, HummingLinear
+from onptq.quantizer.integer import code_range
+from onptq.runtime.humming import HummingLinear, quantize_rows
 from onptq.runtime.linear import LowBitLinear, integer_product
-from onptq.zoo.configs import Dims
+from onptq.schedules.captured import captured_seconds
+from onptq.schedules.shapes import joined
 from onptq.zoo.published import PUBLISHED, find_published
 
 ROWS, TINY_ROWS = (1, 8, 2048, 16384), (1, 20)
 CHECKED = 2048  # rows that are compared, from the first and from the last; the exact product takes memory
 WEIGHT_BITS, ACTIVATION_BITS = 4, 8
+CALLS, REPLAY, RATE = (
+    32,
+    2e-3,
+    1e15,
+)  # at most so many in a captured graph of about so many seconds, at that many operations each
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # of activations' codes and steps
-
-
-def shapes_of(dims: Dims) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs, as servers join the linears of a layer."""
-    attention = dims.heads * dims.head_dim
-    return {
-        "qkv_proj": (attention + 2 * dims.kv_heads * dims.head_dim, dims.hidden),
-        "o_proj": (dims.hidden, attention),
-        "gate_up_proj": (2 * dims.ffn, dims.hidden),
-        "down_proj": (dims.hidden, dims.ffn),
-    }
 
 
 def random_linear(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> LowBitLinear:
@@ -75,9 +70,7 @@ def multiplier(linear: LowBitLinear) -> Multiply:
     """By humming on a GPU, else by PyTorch's integers."""
     if linear.codes.is_cuda:
         humming = HummingLinear(linear).layer
-        return lambda codes, step: humming(
-            codes, input_scale=F.pad(step, (0, 0, 0, -len(step) % STEP_ROWS))[: len(step)]
-        )
+        return lambda codes, step: humming(codes, input_scale=step)
     dtype = linear.step.dtype
     return lambda codes, step: integer_product(codes, linear.codes).float().mul_(step).mul_(linear.step).to(dtype)
 
@@ -86,11 +79,18 @@ def measure(linear: LowBitLinear, multiply: Multiply, rows: int) -> dict[str, An
     dtype, device = linear.step.dtype, linear.step.device
     x = torch.randn(rows, linear.in_features, device=device).to(dtype)
     weight = torch.randn(linear.out_features, linear.in_features, device=device).to(dtype)
-    codes, step = quantize_tokens(x, ACTIVATION_BITS)
-    step = step.view(-1, 1).float()
-    seconds = {"dense": median_seconds(partial(F.linear, x, weight), device)}
-    seconds["low-bit"] = median_seconds(partial(multiply, codes, step), device)
+    codes, step = quantize_rows(x, ACTIVATION_BITS)
     operations = 2 * rows * linear.out_features * linear.in_features
+
+    def timed(operation: Callable[[], object]) -> float:
+        if device.type != "cuda":
+            return median_seconds(operation, device)
+        return captured_seconds(lambda call: operation(), max(1, min(CALLS, int(REPLAY * RATE / operations))))
+
+    seconds = {
+        "dense": timed(partial(F.linear, x, weight)),
+        "low-bit": timed(partial(multiply, codes, step)),
+    }
     wrong = errors(multiply(codes, step), codes, step, linear)
     return {"rows": rows, "seconds": seconds, "operations": operations} | wrong
 
@@ -125,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report["versions"]["humming-kernels"] = version("humming-kernels")
     except PackageNotFoundError:
         report["versions"]["humming-kernels"] = None
-    for name, (outputs, inputs) in shapes_of(dims).items():
+    shapes = joined(dims.hidden, dims.ffn, dims.heads, dims.kv_heads, dims.head_dim)
+    for name, (outputs, inputs) in shapes.items():
         linear = random_linear(outputs, inputs, dtype, device)
         multiply = multiplier(linear)
         for rows in TINY_ROWS if arguments.tiny else ROWS:

@@ -34,9 +34,9 @@ from server import Server, ServerError, free_port, kernels, serve_command, tail
 import onptq
 from onptq.errors import OnPTQError
 from onptq.evaluate.reader import open_checkpoint
+from onptq.files import cache_folder
 from onptq.models.loading import Source
 from onptq.recipe import Recipe
-from onptq.zoo.catalog import cache_folder
 
 
 @dataclass(frozen=True)

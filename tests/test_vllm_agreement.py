@@ -47,6 +47,31 @@ def test_a_server_that_leaves_activations_alone_is_nearer_to_another_scheme(mode
     assert rows["W16A16"]["same_likeliest"] < 1
 
 
+def test_large_channels_leave_the_model_and_make_rounded_activations_tell(model: Path, tmp_path: Path) -> None:
+    texts = draw_prompts(3, 24, 512)
+    large = agreement.enlarge(model, 2, 64, tmp_path / "large")
+    said = {
+        (where, name): agreement.simulate(folder, name, texts)
+        for where, folder in (("as drawn", model), ("large", large))
+        for name in ("W16A16", "W8A16", "W8A8")
+    }
+    torch.testing.assert_close(said["large", "W16A16"][0], said["as drawn", "W16A16"][0], rtol=1e-4, atol=1e-4)
+    changed = {
+        where: (said[where, "W8A8"][0] - said[where, "W8A16"][0]).abs().mean() for where in ("as drawn", "large")
+    }
+    assert changed["large"] > 4 * changed["as drawn"]
+
+
+def test_the_effect_of_rounded_activations_is_found_or_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    without, change, noise = torch.randn(3, 50, 20, generator=generator)
+    ours, ids = (without + change, torch.zeros(50, 20)), torch.zeros(50, 20)
+    rounds = without + change + 0.3 * noise
+    rounds[0] = float("nan")
+    assert agreement.effect((rounds, ids), ours, (without, ids)) > 0.9
+    assert abs(agreement.effect((without + 0.3 * noise, ids), ours, (without, ids))) < 0.1
+
+
 def test_what_is_not_a_number_is_counted_and_does_not_hide_the_rest() -> None:
     expected = torch.zeros(2, 3), torch.tensor([[1, 2, 3], [4, 5, 6]])
     said = torch.tensor([[0.0, 0.5, 0.0], [float("nan")] * 3])

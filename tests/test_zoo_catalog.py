@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import onptq
 from onptq.cli import app
 from onptq.errors import OnPTQError
+from onptq.files import cache_folder
 from onptq.models.loading import find_source
 from onptq.zoo import catalog, smollm2
 from onptq.zoo.outliers import Outliers
@@ -192,11 +193,11 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for name in ("ONPTQ_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert catalog.cache_folder() == tmp_path / ".cache" / "onptq"
+    assert cache_folder() == tmp_path / ".cache" / "onptq"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert catalog.cache_folder() == tmp_path / "xdg" / "onptq"
+    assert cache_folder() == tmp_path / "xdg" / "onptq"
     monkeypatch.setenv("ONPTQ_CACHE", "~/own")
-    assert catalog.cache_folder() == tmp_path / "own"
+    assert cache_folder() == tmp_path / "own"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, errors of a disk that say what to do, and JSON that every reader takes."""
+"""Files that are written whole or not at all, errors of a disk that say what to do, JSON for every reader, and the cache."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ from onptq.errors import OnPTQError
 
 TEMPORARY = ".onptq-tmp-"
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept between runs."""
+    if own := os.environ.get("ONPTQ_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "onptq"
 
 
 @contextmanager

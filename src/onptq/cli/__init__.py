@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onptq.cli import bench, compare, inspect, plan, quantize, recipe, verify, zoo
+from onptq.cli import bench, compare, inspect, plan, quantize, recipe, tune, verify, zoo
 from onptq.errors import OnPTQError
 
 RESUMED = ("quantize", "compare")  # the same command goes on where a killed one was
@@ -60,6 +60,7 @@ app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("compare")(compare.compare)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
 app.command("recipe")(recipe.recipe)
 app.add_typer(zoo.app, name="zoo")
 

@@ -22,7 +22,7 @@ class HummingLinear(nn.Module):
 
     def __init__(self, linear: LowBitLinear) -> None:
         super().__init__()
-        _check(linear)
+        check_device(linear.codes.device, linear.step.dtype, linear.in_features)
         from humming import ops  # type: ignore[import-not-found, import-untyped, unused-ignore]
         from humming.layer import HummingLayer  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
@@ -49,19 +49,23 @@ class HummingLinear(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        codes, step = quantize_tokens(x, self.activation_bits)
-        codes, step = codes.view(-1, self.in_features), step.view(-1, 1).float()
-        step = F.pad(step, (0, 0, 0, -len(step) % STEP_ROWS))[: len(codes)]
+        codes, step = quantize_rows(x.view(-1, self.in_features), self.activation_bits)
         product: Tensor = self.layer(codes, input_scale=step)
         return product.view(*x.shape[:-1], self.out_features)
 
 
-def _check(linear: LowBitLinear) -> None:
-    if not linear.codes.is_cuda:
-        raise OnPTQError(f"humming multiplies on an NVIDIA GPU alone; the linear is on {linear.codes.device}")
+def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes [rows, columns] and steps [rows, 1], these with room behind them: the kernel reads some at a time."""
+    codes, step = quantize_tokens(x, bits)
+    return codes, F.pad(step.float(), (0, 0, 0, -len(step) % STEP_ROWS))[: len(codes)]
+
+
+def check_device(device: torch.device, dtype: torch.dtype, inputs: int) -> None:
+    if device.type != "cuda":
+        raise OnPTQError(f"humming multiplies on an NVIDIA GPU alone; the linear is on {device}")
     if find_spec("humming") is None:
         raise OnPTQError("humming is not installed: pip install humming-kernels")
-    if linear.step.dtype not in (torch.float16, torch.bfloat16):
-        raise OnPTQError(f"humming computes in float16 or bfloat16; the model is {linear.step.dtype}")
-    if linear.in_features % PACKED_COLUMNS:
-        raise OnPTQError(f"humming wants a multiple of {PACKED_COLUMNS} input columns; got {linear.in_features}")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise OnPTQError(f"humming computes in float16 or bfloat16; the model is {dtype}")
+    if inputs % PACKED_COLUMNS:
+        raise OnPTQError(f"humming wants a multiple of {PACKED_COLUMNS} input columns; got {inputs}")

@@ -7,7 +7,6 @@ import difflib
 import hashlib
 import json
 import math
-import os
 import shutil
 import tempfile
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onptq.errors import OnPTQError
+from onptq.files import cache_folder
 
 MODELS = Path(__file__).parent / "models"  # part of the package: read, never written to
 OUTLIERS = "+outliers"
@@ -117,13 +117,6 @@ def did_you_mean(name: str) -> str:
     """The name of the catalog that `name` is close to, as a hint in an error; empty where there is none."""
     close = difflib.get_close_matches(name, ENTRIES, n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def cache_folder() -> Path:
-    if own := os.environ.get("ONPTQ_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "onptq"
 
 
 def _require(name: str) -> Entry:

@@ -1,0 +1,60 @@
+"""`onptq tune`: faster products for a checkpoint on this GPU, which vLLM then takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onptq.cli.quantize import make_reporter
+from onptq.errors import OnPTQError
+
+
+def tune(
+    folder: Annotated[str, typer.Argument(help="A quantized checkpoint: W4A8, W4A16 or W8A8.")],
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--rows",
+            min=1,
+            help="Tokens of a forward: each number stands for those above its half, the largest for all beyond too; repeatable.",
+            show_default="powers of two to 16384",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float16 or bfloat16, as it will be served.", show_default="as the checkpoint states it"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file; serve with ONPTQ_SCHEDULES naming it.", show_default="in OnPTQ's cache folder"),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
+) -> None:
+    """Time other schedules than humming's own for the products of FOLDER, and write down those that are faster.
+
+    Run it on the GPU that will serve, with vLLM's version of humming-kernels. Where OnPTQ is installed beside vLLM, `vllm serve
+    FOLDER --linear-backend humming` takes them.
+    """
+    from onptq.bench.variants import Variant
+    from onptq.evaluate.reader import open_checkpoint
+    from onptq.inspection.quantization import parse_quantization
+    from onptq.schedules.search import ROWS
+    from onptq.schedules.tune import tune as run
+
+    source = open_checkpoint(folder)
+    quantization = parse_quantization(source.config.get("quantization_config"))
+    if quantization is None or quantization.scheme is None:
+        raise OnPTQError(f"{folder} is not quantized in a way that OnPTQ knows; expected W4A8, W4A16 or W8A8")
+    stated = Variant("", source, quantization.scheme).dtype
+    path, found = run(source, quantization.scheme, dtype or stated, rows or ROWS, out, make_reporter(quiet, False))
+    for name, spans in found.items():
+        for one in spans:
+            own, best = one.seconds[max(one.seconds, key=int)]
+            typer.echo(
+                f"{name:13} {max(one.seconds, key=int):>6} rows  {1e6 * own:9.1f} -> {1e6 * best:9.1f} us  {one.times:.2f}x"
+            )
+        if not spans:
+            typer.echo(f"{name:13} humming's own are the fastest that were tried")
+    typer.echo(f"written: {path}")

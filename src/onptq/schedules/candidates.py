@@ -1,0 +1,49 @@
+"""Schedules worth timing beside humming's own: other tiles, another order of tiles, more or less in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onptq.schedules.table import Schedule
+
+FEW_ROWS = 64  # up to here a product waits for weights, beyond for arithmetic
+
+# Rows and columns of a tile, and columns of a warp, by bits of an activation; humming's own tile is tried too.
+WIDE_TILES = {8: ((160, 128, 16), (192, 128, 16), (96, 256, 32), (128, 256, 32)), 16: ((128, 256, 32), (192, 256, 32))}
+# Whether tiles are cut to fill the GPU, blocks that share their activations, and rows of tiles that go together.
+ORDERS = ((False, 1, 1), (False, 2, 1), (False, 1, 8), (False, 2, 8), (True, 1, 1), (True, 2, 1))
+
+NARROW_TILES = ((128, 1), (128, 2), (128, 4), (256, 1), (256, 2))  # columns, and warps that share a sum
+FLIGHTS = ((4, 1), (8, 1), (4, 2), (8, 2), (4, 3), (4, 4))  # stages, and blocks of a multiprocessor
+PLAIN_FLIGHTS = ((4, 2), (4, 4), (3, 4))  # of tiles that no warp of their own fetches
+
+
+def candidates(rows: int, own: Schedule, outputs: int, activation_bits: int) -> Iterator[Schedule]:
+    """Not all of them can be built: a tile may not fit into shared memory, or not divide the weight."""
+    yield from _narrow(own, outputs) if rows <= FEW_ROWS else _wide(own, outputs, activation_bits)
+
+
+def _wide(own: Schedule, outputs: int, activation_bits: int) -> Iterator[Schedule]:
+    height, width, depth = own["block_shape"]
+    tiles = ((height, width, own["warp_shape"][1]), *WIDE_TILES.get(activation_bits, ()))
+    for rows, columns, warp in dict.fromkeys(tiles):
+        for cut, sharing, together in ORDERS:
+            if outputs % (columns * sharing) == 0:
+                shape = {"block_shape": [rows, columns, depth], "warp_shape": [rows, warp, depth]}
+                order = {"use_stream_k": cut, "multi_cast_size_a": sharing, "raster_group_m": together}
+                yield dict(own) | shape | order
+
+
+def _narrow(own: Schedule, outputs: int) -> Iterator[Schedule]:
+    rows, (_, warp, depth) = own["block_shape"][0], own["warp_shape"]
+    for columns, summed in NARROW_TILES:
+        if outputs % columns:
+            continue
+        shape = {"block_shape": [rows, columns, summed * depth], "warp_shape": [rows, warp, depth]}
+        for stages, blocks in FLIGHTS:
+            for cut in (True, False):
+                flight = {"num_stages": stages, "num_ctas_per_sm": blocks, "use_stream_k": cut}
+                yield dict(own) | shape | flight | {"use_warp_spec": True, "use_tma": True}
+        for stages, blocks in PLAIN_FLIGHTS:
+            flight = {"num_stages": stages, "num_ctas_per_sm": blocks, "use_stream_k": True}
+            yield dict(own) | shape | flight | {"use_warp_spec": False, "use_tma": False}

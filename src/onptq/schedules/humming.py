@@ -1,0 +1,117 @@
+"""One product by humming on a GPU: built with any schedule, checked and timed with weights that the cache does not hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from os import cpu_count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onptq.quantizer.integer import code_range
+from onptq.runtime.humming import PADDED_COLUMNS, PADDED_OUTPUTS, check_device, quantize_rows
+from onptq.schedules.candidates import candidates
+from onptq.schedules.captured import captured_seconds
+from onptq.schedules.table import Product, Schedule
+
+COLD = 4  # times the second-level cache that weights take, so that each product finds its own in memory
+REPLAY, RATE = 2e-3, 1e15  # seconds of a captured graph, at about so many operations a second
+TOLERANCE = 2**-7  # of the largest value; sums may be taken in another order and are rounded to 16 bits
+
+
+class HummingProduct:
+    """Random codes; `activation_bits` is 16 or 8, groups of weights as the scheme has them."""
+
+    def __init__(
+        self, outputs: int, inputs: int, weight_bits: int, activation_bits: int, group: int, dtype: torch.dtype
+    ) -> None:
+        device = torch.device("cuda")
+        check_device(device, dtype, inputs)
+        from humming import ops  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        from humming.layer import HummingLayer  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        self.device, self.dtype, self.activation_bits = device, dtype, activation_bits
+        layer = HummingLayer(
+            shape_n=outputs,
+            shape_k=inputs,
+            weight_config={"dtype": f"int{weight_bits}"} | ({"group_size": group} if group else {}),
+            input_config={"dtype": "int8"} if activation_bits == 8 else None,
+            pad_n_to_multiple=PADDED_OUTPUTS,
+            pad_k_to_multiple=PADDED_COLUMNS,
+            has_bias=True,
+            torch_dtype=dtype,
+        ).to(device)
+        low, high = code_range(weight_bits)
+        codes = torch.randint(0, high - low + 1, (outputs, inputs), device=device, dtype=torch.int32)
+        step = torch.rand(outputs, inputs // group if group else 1, device=device) * 1e-3 + 1e-4
+        bias = torch.zeros(outputs, device=device, dtype=dtype)
+        tensors = {"weight": ops.pack_weight(codes, weight_bits), "weight_scale": step.to(dtype), "bias": bias}
+        layer.load_from_tensors(tensors)
+        layer.transform()
+        self.layer, self.config = layer, layer.humming_config
+        self.product = Product.of(self.config)
+        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        copies = -(-COLD * cache_bytes // layer.weight.nbytes)
+        self.weights = [layer.weight.data.clone() for _ in range(max(2, copies))]
+        self.inputs: Callable[[int], tuple[Tensor, Tensor | None]] = cache(self._draw)
+
+    def _draw(self, rows: int) -> tuple[Tensor, Tensor | None]:
+        x = torch.randn(rows, self.layer.shape_k, device=self.device).to(self.dtype)
+        if self.activation_bits == 16:
+            return x, None
+        return quantize_rows(x, self.activation_bits)
+
+    def own(self, rows: int) -> Schedule:
+        from humming.tune import get_heuristics_config  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        found: Schedule = json.loads(json.dumps(get_heuristics_config(self.config, shape_m=rows)))
+        return found
+
+    def candidates(self, rows: int) -> Iterable[Schedule]:
+        return candidates(rows, self.own(rows), self.product.outputs, self.activation_bits)
+
+    def build(self, schedules: Sequence[Schedule]) -> list[Schedule]:
+        from humming.kernel.humming import HummingKernel  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        text = self.config.to_str()
+
+        def prepare(schedule: Schedule) -> Schedule | None:
+            try:
+                HummingKernel.prepare_kernels(text, None, json.dumps(schedule), self.device.index or 0)
+            except Exception:  # what does not fit raises what its own checks, the compiler or the driver raise
+                return None
+            return schedule
+
+        with ThreadPoolExecutor(cpu_count()) as pool:
+            return [one for one in pool.map(prepare, schedules) if one is not None]
+
+    def right(self, schedule: Schedule, rows: int) -> bool:
+        expected = self._multiply(self.weights[0], rows, self.own(rows))
+        found = self._multiply(self.weights[0], rows, schedule)
+        return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())  # false where it is no number
+
+    def seconds(self, schedule: Schedule, rows: int) -> float:
+        operations = 2 * rows * self.product.outputs * self.product.inputs
+        calls = max(1, min(len(self.weights), int(REPLAY * RATE / operations)))
+        return captured_seconds(lambda call: self._multiply(self.weights[call], rows, schedule), calls)
+
+    def _multiply(self, weight: Tensor, rows: int, schedule: Schedule) -> Tensor:
+        from humming.forward import humming_forward  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        inputs, step = self.inputs(rows)
+        layer: Any = self.layer
+        product: Tensor = humming_forward(
+            self.config,
+            inputs=inputs,
+            weight=weight,
+            weight_scale=layer.weight_scale,
+            bias=layer.bias,
+            input_scale=step,
+            locks=layer.locks,
+            tuning_config=json.dumps(schedule),
+        )
+        return product

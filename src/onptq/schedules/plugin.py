@@ -1,0 +1,54 @@
+"""What vLLM calls at its start (entry point `vllm.general_plugins`): humming then takes the schedules that `onptq tune` found."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from onptq.errors import OnPTQError
+from onptq.schedules.table import Product, Table, overlay, table_path
+
+PACKAGE = "humming-kernels"
+MARK = "_onptq_schedules"  # of what took the place of humming's function: vLLM may call more than once in a process
+
+logger = logging.getLogger("onptq")
+
+
+def register() -> None:
+    """Without humming, or without a file for this GPU and this version of it, nothing changes."""
+    if find_spec("humming") is None:
+        return
+    from humming.tune.base import DeviceHeuristics  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    own = DeviceHeuristics.get_configs
+    if hasattr(own, MARK):
+        return
+
+    def get_configs(cls: Any, layer_config: Any, *args: Any, **options: Any) -> Any:
+        intervals = own.__func__(cls, layer_config, *args, **options)
+        plain = not any(options.get(name) for name in ("use_f16_accum", "use_batch_invariant")) and not args
+        found = schedules().get(str(Product.of(layer_config))) if plain and not layer_config.num_experts else None
+        return overlay(intervals, found) if found else intervals
+
+    setattr(get_configs, MARK, True)
+    DeviceHeuristics.get_configs = classmethod(get_configs)
+
+
+@cache
+def schedules() -> dict[str, Any]:
+    """Of this GPU, read when the first kernel is chosen; a file that cannot be read is said once and left."""
+    import torch
+
+    try:
+        path = table_path(torch.cuda.get_device_name(), version(PACKAGE))
+        if not path.is_file():
+            return {}
+        table = Table.read(path)
+    except (OnPTQError, PackageNotFoundError) as error:
+        logger.warning("%s", error)
+        return {}
+    logger.info("schedules of %d products from %s", len(table.products), path)
+    return dict(table.products)

@@ -1,0 +1,108 @@
+"""What was found on a GPU: for a product and a number of rows, the schedule that takes the place of humming's own.
+
+Standard library only: vLLM reads this in its own environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onptq.errors import OnPTQError
+from onptq.files import atomically, cache_folder
+
+FILE = (
+    "ONPTQ_SCHEDULES"  # names the file; else it lies in OnPTQ's cache folder, one for each GPU and version of humming
+)
+END = 1 << 30  # more rows than any product has
+
+Schedule = Mapping[str, Any]  # tile shapes, stages and the like, as humming names them
+Interval = tuple[int, int, Schedule]  # for products of more rows than the first number, up to the second
+
+
+@dataclass(frozen=True)
+class Product:
+    """Rows of activations times one weight matrix."""
+
+    outputs: int
+    inputs: int
+    activations: str  # int8, float16, bfloat16
+    weights: str  # uint4, as humming counts codes from zero
+    group: int = 0  # columns that share a step; 0: one step a row
+
+    @classmethod
+    def of(cls, layer: Any) -> Product:
+        """Of humming's LayerConfig, as padded."""
+        group = int(layer.weight_scale_group_size)
+        return cls(int(layer.shape_n), int(layer.shape_k), str(layer.a_dtype), str(layer.b_dtype), group)
+
+    def __str__(self) -> str:
+        return f"{self.outputs}x{self.inputs} {self.activations}x{self.weights}" + f" g{self.group}" * bool(self.group)
+
+
+@dataclass(frozen=True)
+class Found:
+    """One schedule, and by how much it was faster at the numbers of rows that were timed."""
+
+    above: int
+    upto: int
+    schedule: Schedule
+    seconds: Mapping[str, tuple[float, float]]  # rows -> humming's own, this one
+
+    @property
+    def times(self) -> float:
+        return sum(own / found for own, found in self.seconds.values()) / len(self.seconds)
+
+
+@dataclass
+class Table:
+    device: str
+    humming: str
+    products: dict[str, list[Found]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            products = {
+                name: [Found(**one | {"seconds": {k: tuple(v) for k, v in one["seconds"].items()}}) for one in found]
+                for name, found in values["products"].items()
+            }
+            return cls(values["device"], values["humming"], products)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OnPTQError(
+                f"cannot read schedules from {path}: {error!r}; `onptq tune FOLDER` writes them"
+            ) from error
+
+    def write(self, path: Path) -> None:
+        with atomically(path) as part:
+            part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def table_path(device: str, humming: str) -> Path:
+    if named := os.environ.get(FILE):
+        return Path(named).expanduser()
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device} humming {humming}").lower()
+    return cache_folder() / "schedules" / f"{name}.json"
+
+
+def overlay(own: Sequence[Interval], found: Sequence[Found]) -> list[list[Any]]:
+    """humming's intervals of rows with those that were found in their place; lists, as humming makes them."""
+    found = sorted(found, key=lambda one: one.above)
+    kept: list[list[Any]] = [[one.above, one.upto, dict(one.schedule)] for one in found]
+    for above, upto, schedule in own:
+        at = above
+        for one in found:
+            if one.upto <= at or one.above >= upto:
+                continue
+            if one.above > at:
+                kept.append([at, one.above, dict(schedule)])
+            at = min(one.upto, upto)
+        if at < upto:
+            kept.append([at, upto, dict(schedule)])
+    return sorted(kept, key=lambda interval: int(interval[0]))

@@ -1,0 +1,70 @@
+"""Tune a checkpoint's products on this GPU, one after another; what is found is written as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from onptq.errors import OnPTQError
+from onptq.models.loading import DTYPES, Source
+from onptq.progress import Reporter
+from onptq.schedules.plugin import PACKAGE
+from onptq.schedules.search import Bench, search
+from onptq.schedules.shapes import shapes_of
+from onptq.schedules.table import Found, Table, table_path
+from onptq.schemes import Scheme
+
+MakeBench = Callable[[int, int, int, int, int, torch.dtype], Bench]
+
+
+def tune(
+    source: Source,
+    scheme: Scheme,
+    dtype: str,
+    rows: Sequence[int],
+    path: Path | None,
+    reporter: Reporter,
+    make: MakeBench | None = None,
+) -> tuple[Path, dict[str, list[Found]]]:
+    """By linear what was found. `make` is humming on the GPU unless something else is to be timed."""
+    if dtype not in DTYPES:
+        raise OnPTQError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if scheme.activation_bits not in (8, 16) or scheme.weight_bits > 8:
+        raise OnPTQError(f"{scheme}: no server multiplies it; expected weights of at most 8 bits and A8 or A16")
+    if make is None:
+        make, table = _humming()
+    else:
+        table = Table("", "")
+    path = path or table_path(table.device, table.humming)
+    if path.is_file():
+        known = Table.read(path)
+        if (known.device, known.humming) != (table.device, table.humming):
+            raise OnPTQError(
+                f"{path} is of {known.device}, humming {known.humming}; here are {table.device}, humming {table.humming}: "
+                "give another --out"
+            )
+        table = known
+    shapes = shapes_of(source.config)
+    found = {}
+    with reporter.phase("Tune", total=len(shapes) * len(set(rows)), unit="spans of rows") as bar:
+        for name, (outputs, inputs) in shapes.items():
+            bits = scheme.weight_bits, scheme.activation_bits
+            bench = make(outputs, inputs, *bits, scheme.group_size or 0, DTYPES[dtype])
+            found[name] = search(bench, rows, bar.advance)
+            table.products[str(bench.product)] = found[name]
+            table.write(path)
+    return path, found
+
+
+def _humming() -> tuple[MakeBench, Table]:
+    if not torch.cuda.is_available():
+        raise OnPTQError("there is no GPU here; schedules are found on the GPU that will serve")
+    from onptq.schedules.humming import HummingProduct
+
+    try:
+        return HummingProduct, Table(torch.cuda.get_device_name(), version(PACKAGE))
+    except PackageNotFoundError as error:
+        raise OnPTQError(f"{PACKAGE} is not installed, whose products these are: pip install {PACKAGE}") from error
