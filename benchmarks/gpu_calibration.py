@@ -40,7 +40,7 @@ PACKAGES = ("torch", "transformers", "compressed-tensors", "triton")
 MATRIX, COPIED = 8192, 2**32  # of the rates' measurement on a GPU
 TINY_MATRIX, TINY_COPIED = 256, 2**22
 
-# One thing at a time around this point; every value of a sweep is a run of its own.
+# One thing at a time around this point; every value of a sweep is a run of its own. With --layers all depths are scaled.
 BASE = {"prompts": 32, "tokens": 32, "horizon": 4, "media_tokens": 400, "layers": 8}
 SWEEPS: Mapping[str, Sequence[int]] = {
     "prompts": (16, 32, 64),
@@ -68,7 +68,8 @@ def make_recipe(preset: str, scheme: str, changes: Sequence[str], point: Mapping
 def sweep(
     bench: Bench, arguments: argparse.Namespace, shape: Published, save: Callable[[Mapping[str, Any]], None]
 ) -> dict[str, Any]:
-    """The base point once, and every other value of each sweep, saved as they come; the recipe has one round."""
+    """The base point once, and every other value of each sweep, saved as they come; the recipe has one round. On a GPU
+    another run comes before: it compiles kernels and is not counted."""
     base = dict(TINY_BASE if arguments.tiny else BASE)
     if arguments.layers is not None:
         base["layers"] = arguments.layers
@@ -80,11 +81,16 @@ def sweep(
         bench.say(f"{dict(values)}: {found['seconds']:.1f} s")
         return {"setting": dict(values)} | found
 
+    if bench.device.type == "cuda":
+        point(base)
     middle = point(base)
     curves: dict[str, list[dict[str, Any]]] = {}
     for name in arguments.sweep:
         curves[name] = []
-        for value in (base[name], 2 * base[name]) if arguments.tiny else SWEEPS[name]:
+        values = (
+            (base[name], 2 * base[name]) if arguments.tiny else [v * base[name] // BASE[name] for v in SWEEPS[name]]
+        )
+        for value in values:
             curves[name].append(middle if value == base[name] else point(base | {name: value}))
             save({"base": base, "curves": curves})
     return {"base": base, "curves": curves}

@@ -13,6 +13,7 @@ WIDE_TILES = {8: ((160, 128, 16), (192, 128, 16), (96, 256, 32), (128, 256, 32))
 # Whether tiles are cut to fill the GPU, blocks that share their activations, and rows of tiles that go together.
 ORDERS = ((False, 1, 1), (False, 2, 1), (False, 1, 8), (False, 2, 8), (True, 1, 1), (True, 2, 1))
 
+FILLED = 100  # tiles that are enough for a GPU without cutting them
 NARROW_TILES = ((128, 1), (128, 2), (128, 4), (256, 1), (256, 2))  # columns, and warps that share a sum
 FLIGHTS = ((4, 1), (8, 1), (4, 2), (8, 2), (4, 3), (4, 4))  # stages, and blocks of a multiprocessor
 PLAIN_FLIGHTS = ((4, 2), (4, 4), (3, 4))  # of tiles that no warp of their own fetches
@@ -41,7 +42,7 @@ def _narrow(own: Schedule, outputs: int) -> Iterator[Schedule]:
             continue
         shape = {"block_shape": [rows, columns, summed * depth], "warp_shape": [rows, warp, depth]}
         for stages, blocks in FLIGHTS:
-            for cut in (True, False):
+            for cut in (True, False) if outputs // columns >= FILLED else (True,):
                 flight = {"num_stages": stages, "num_ctas_per_sm": blocks, "use_stream_k": cut}
                 yield dict(own) | shape | flight | {"use_warp_spec": True, "use_tma": True}
         for stages, blocks in PLAIN_FLIGHTS:
