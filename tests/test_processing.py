@@ -324,3 +324,23 @@ def test_a_folder_without_a_needed_file_or_with_a_broken_one_is_refused(
     (folder / file).write_text("{")
     with pytest.raises(OnPTQError, match=f"{file} cannot be used"):
         PromptProcessor.from_folder(folder, FAMILIES["qwen2.5-vl"], checkpoint.source.config)
+
+
+def test_what_is_processed_ahead_is_what_is_processed_alone_in_its_order(tiny: Callable[[str], Tiny]) -> None:
+    processor = tiny("qwen2.5-vl").processor
+    sizes = [(64 + 28 * n, 56 + 28 * (n % 3)) for n in range(21)]
+    prompts = [ask("image", f"What is {n}?", images=(png(picture(*size, n)),)) for n, size in enumerate(sizes)]
+    alone = [processor(prompt) for prompt in prompts]
+    ahead = list(processor.ahead(prompts))
+    assert len(ahead) == len(alone)
+    for one, other in zip(ahead, alone, strict=True):
+        assert one.tensors.keys() == other.tensors.keys()
+        assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+
+
+def test_a_picture_that_is_none_is_told_when_its_turn_comes(tiny: Callable[[str], Tiny]) -> None:
+    good, bad = (ask("image", images=(media,)) for media in (png(picture(56, 56)), embedded(b"no picture")))
+    taken = tiny("qwen2.5-vl").processor.ahead([good, good, bad, good])
+    assert next(taken).length == next(taken).length
+    with pytest.raises(OnPTQError, match="cannot be read as a picture"):
+        next(taken)

@@ -170,11 +170,10 @@ def encode_prompts(
     ordinals: Sequence[int],
     advance: Callable[[int], None],
 ) -> list[EncodedPrompt]:
-    """Prompts whose responses may take `max_new` tokens each, processed one by one and encoded chunk by chunk."""
+    """Prompts whose responses may take `max_new` tokens each, processed ahead and encoded chunk by chunk."""
 
     def process() -> Iterator[ModelInputs]:
-        for prompt, most in zip(prompts, max_new, strict=True):
-            inputs = processor(prompt)
+        for prompt, most, inputs in zip(prompts, max_new, processor.ahead(prompts), strict=True):
             processor.check_length(prompt, inputs.length, most)
             yield inputs
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,10 @@ from onptq.models.family import AUDIO, IMAGE, TEXT, Family, text_config, thinker
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 DATE = "26 Jul 2024"  # Llama's default; newer templates of theirs write today's, and a run would differ tomorrow
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
+THREADS = min(8, os.cpu_count() or 1)  # that read media
+
+Read = tuple[dict[str, Tensor], list[int]]  # arguments of the forward, and how many tokens each picture or sound has
+Perceived = tuple[Read, Read]  # pictures, sounds
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,25 @@ class PromptProcessor:
         )
 
     def __call__(self, prompt: Prompt) -> ModelInputs:
-        pictures, image_counts = self._see(prompt)
-        sounds, audio_counts = self._hear(prompt)
+        return self._assembled(prompt, self._perceived(prompt))
+
+    def ahead(self, prompts: Iterable[Prompt]) -> Iterator[ModelInputs]:
+        """One prompt after another; pictures and sounds of the next ones are read meanwhile, outside Python's lock."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            waiting: deque[tuple[Prompt, Future[Perceived]]] = deque()
+            for prompt in prompts:
+                waiting.append((prompt, pool.submit(self._perceived, prompt)))
+                if len(waiting) > THREADS:
+                    first, future = waiting.popleft()
+                    yield self._assembled(first, future.result())
+            for prompt, future in waiting:
+                yield self._assembled(prompt, future.result())
+
+    def _perceived(self, prompt: Prompt) -> Perceived:
+        return self._see(prompt), self._hear(prompt)
+
+    def _assembled(self, prompt: Prompt, perceived: Perceived) -> ModelInputs:
+        (pictures, image_counts), (sounds, audio_counts) = perceived
         ids = self._expand(prompt, self._tokenize(prompt), {IMAGE: image_counts, AUDIO: audio_counts})
         modality = torch.full_like(ids, TEXT, dtype=torch.int8)
         for kind, placeholder in self.placeholders.items():
@@ -91,7 +115,7 @@ class PromptProcessor:
                 "pictures or a shorter response"
             )
 
-    def _see(self, prompt: Prompt) -> tuple[dict[str, Tensor], list[int]]:
+    def _see(self, prompt: Prompt) -> Read:
         if not prompt.images:
             return {}, []
         if self.family.image is None:
@@ -115,7 +139,7 @@ class PromptProcessor:
             raise OnPTQError(f"{name} cannot be read as a picture: {error}") from error
         return patches
 
-    def _hear(self, prompt: Prompt) -> tuple[dict[str, Tensor], list[int]]:
+    def _hear(self, prompt: Prompt) -> Read:
         if not prompt.audios:
             return {}, []
         if self.family.audio is None:
