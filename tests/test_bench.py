@@ -92,6 +92,19 @@ def test_a_dense_model_given_alone_is_exported_by_the_schemes(small: Path, expor
     assert config["quantization_config"]["format"] == "int-quantized"
 
 
+def test_one_checkpoint_is_measured_with_several_backends(small: Path, exported: Path) -> None:
+    (folder,) = (path for path in exported.iterdir() if path.name.endswith("W4A8-rtn"))
+    models = [str(small), str(folder), f"{folder}@marlin", f"{folder}@machete"]
+    variants = choose_variants(models, [], exported, QUIET)
+    assert [variant.name for variant in variants] == ["dense", "W4A8", "W4A8 marlin", "W4A8 machete"]
+    backends = [Settings("vllm").job(variant, "eager").linear_backend for variant in variants]
+    assert backends == [None, "humming", "marlin", "machete"]
+    asked = [Settings("vllm", linear_backend="cutlass").job(variant, "eager").linear_backend for variant in variants]
+    assert asked == [None, "cutlass", "marlin", "machete"]
+    with pytest.raises(OnPTQError, match="is dense; a backend is for quantized linears"):
+        choose_variants([f"{small}@marlin"], [], exported, QUIET)
+
+
 def test_a_name_is_a_model_of_these_shapes_with_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dims = Dims(4, 64, 128, 2, 1, 512, False, "float16")
     monkeypatch.setitem(PUBLISHED, "little", Published("qwen3-vl", dims, RANDOM_TOWERS, (28 * 28, 512 * 512)))

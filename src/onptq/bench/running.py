@@ -56,8 +56,8 @@ class Settings:
 
     def job(self, variant: Variant, mode: Mode) -> Job:
         sizes = self.graph_sizes or tuple(sorted({*self.batches, *(one * self.prompt_tokens for one in self.batches)}))
-        own = variant.linear_backend if self.engine == "vllm" else None
-        backend = self.linear_backend if variant.scheme is not None and self.linear_backend else own
+        needed = variant.linear_backend if self.engine == "vllm" else None
+        backend = variant.asked or (self.linear_backend if variant.scheme is not None else None) or needed
         return Job(
             folder=str(variant.source.folder.resolve()),
             mode=mode,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ class Variant:
     name: str  # dense, or its scheme, or what else made it
     source: Source
     scheme: Scheme | None  # None where it is dense, or quantized otherwise than OnPTQ does
+    asked: str | None = None  # the backend that FOLDER@BACKEND names
 
     @property
     def linear_backend(self) -> str | None:
@@ -52,8 +53,8 @@ class Variant:
 def choose_variants(
     models: Sequence[str], schemes: Sequence[str], work: Path, reporter: Reporter, *, layers: int | None = None
 ) -> list[Variant]:
-    """Folders are taken as they are; where one dense model is given alone, `schemes` are exported of it into `work`. A name of
-    `onptq.zoo.published` is such a model, made with random weights."""
+    """Folders are taken as they are, FOLDER@BACKEND with that backend for its linears; where one dense model is given alone,
+    `schemes` are exported of it into `work`. A name of `onptq.zoo.published` is such a model, made with random weights."""
     if not models:
         raise OnPTQError("no model was given; expected a checkpoint folder, or one of " + ", ".join(PUBLISHED))
     parsed = [Scheme.parse(scheme) for scheme in schemes]
@@ -69,11 +70,17 @@ def choose_variants(
         f"{name} ({variant.source.folder.name})" if names.count(name) > 1 else name
         for name, variant in zip(names, variants, strict=True)
     ]
-    ordered = [Variant(name, one.source, one.scheme) for name, one in zip(numbered, variants, strict=True)]
+    ordered = [replace(one, name=name) for name, one in zip(numbered, variants, strict=True)]
     return sorted(ordered, key=lambda variant: variant.name != DENSE)
 
 
 def _open(model: str, work: Path, reporter: Reporter, layers: int | None) -> Variant:
+    bare, at, asked = model.rpartition("@")
+    if at and not Path(model).is_dir():
+        found = _open(bare, work, reporter, layers)
+        if found.name == DENSE:
+            raise OnPTQError(f"{model!r}: {bare} is dense; a backend is for quantized linears")
+        return replace(found, name=f"{found.name} {asked}", asked=asked)
     if model in PUBLISHED and not Path(model).is_dir():
         folder = work / (model if layers is None else f"{model}-{layers}")
         if not folder.is_dir():

@@ -22,8 +22,8 @@ def bench(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="Checkpoint folders, at most one of them dense; or qwen2.5-vl-7b, qwen3-vl-8b, qwen2.5-omni-7b: these shapes "
-            "with random weights.",
+            help="Checkpoint folders, at most one of them dense, FOLDER@marlin to name vLLM's kernels for one; or qwen2.5-vl-7b, "
+            "qwen3-vl-8b, qwen2.5-omni-7b: these shapes with random weights.",
         ),
     ],
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",

@@ -16,12 +16,30 @@ ORDERS = ((False, 1, 1), (False, 2, 1), (False, 1, 8), (False, 2, 8), (True, 1, 
 FILLED = 100  # tiles that are enough for a GPU without cutting them
 NARROW_TILES = ((128, 1), (128, 2), (128, 4), (256, 1), (256, 2))  # columns, and warps that share a sum
 FLIGHTS = ((4, 1), (8, 1), (4, 2), (8, 2), (4, 3), (4, 4))  # stages, and blocks of a multiprocessor
-PLAIN_FLIGHTS = ((4, 2), (4, 4), (3, 4))  # of tiles that no warp of their own fetches
+PLAIN_FLIGHTS = (
+    (4, 2),
+    (8, 2),
+    (4, 3),
+    (3, 4),
+    (4, 4),
+    (6, 4),
+    (3, 6),
+    (4, 6),
+)  # of tiles that no warp of their own fetches
+# Columns and depth of a tile and depth of a warp in bytes of activations, by the older instruction, which has narrower tiles.
+OLDER_TILES = ((64, 128, 64), (64, 256, 128), (128, 128, 64), (128, 256, 128))
+OLDER = {"mma_type": "mma", "use_warp_spec": False, "use_tma": False, "use_stream_k": True}
+OLDER_ROWS, OLDER_WARP = 16, 32
 
 
 def candidates(rows: int, own: Schedule, outputs: int, activation_bits: int) -> Iterator[Schedule]:
     """Not all of them can be built: a tile may not fit into shared memory, or not divide the weight."""
-    yield from _narrow(own, outputs) if rows <= FEW_ROWS else _wide(own, outputs, activation_bits)
+    if rows > FEW_ROWS:
+        yield from _wide(own, outputs, activation_bits)
+        return
+    yield from _narrow(own, outputs)
+    if rows <= OLDER_ROWS:
+        yield from _older(own, outputs, activation_bits)
 
 
 def _wide(own: Schedule, outputs: int, activation_bits: int) -> Iterator[Schedule]:
@@ -48,3 +66,13 @@ def _narrow(own: Schedule, outputs: int) -> Iterator[Schedule]:
         for stages, blocks in PLAIN_FLIGHTS:
             flight = {"num_stages": stages, "num_ctas_per_sm": blocks, "use_stream_k": True}
             yield dict(own) | shape | flight | {"use_warp_spec": False, "use_tma": False}
+
+
+def _older(own: Schedule, outputs: int, activation_bits: int) -> Iterator[Schedule]:
+    for columns, depth, warp in OLDER_TILES:
+        if outputs % columns == 0:
+            depths = [8 * one // activation_bits for one in (depth, warp)]
+            block, warps = [OLDER_ROWS, columns, depths[0]], [OLDER_ROWS, OLDER_WARP, depths[1]]
+            for stages, blocks in PLAIN_FLIGHTS:
+                flight = {"num_stages": stages, "num_ctas_per_sm": blocks}
+                yield dict(own) | OLDER | flight | {"block_shape": block, "warp_shape": warps}

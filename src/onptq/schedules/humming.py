@@ -91,7 +91,10 @@ class HummingProduct:
 
     def right(self, schedule: Schedule, rows: int) -> bool:
         expected = self._multiply(self.weights[0], rows, self.own(rows))
-        found = self._multiply(self.weights[0], rows, schedule)
+        try:
+            found = self._multiply(self.weights[0], rows, schedule)
+        except RuntimeError:  # built, but the driver does not give it that much shared memory
+            return False
         return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())  # false where it is no number
 
     def seconds(self, schedule: Schedule, rows: int) -> float:

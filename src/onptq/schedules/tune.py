@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -62,9 +63,12 @@ def tune(
 def _humming() -> tuple[MakeBench, Table]:
     if not torch.cuda.is_available():
         raise OnPTQError("there is no GPU here; schedules are found on the GPU that will serve")
-    from onptq.schedules.humming import HummingProduct
-
     try:
-        return HummingProduct, Table(torch.cuda.get_device_name(), version(PACKAGE))
+        found = version(PACKAGE)
     except PackageNotFoundError as error:
         raise OnPTQError(f"{PACKAGE} is not installed, whose products these are: pip install {PACKAGE}") from error
+    if find_spec("humming.forward") is None:
+        raise OnPTQError(f"{PACKAGE} {found} is too old; expected 0.1.17 or later")
+    from onptq.schedules.humming import HummingProduct
+
+    return HummingProduct, Table(torch.cuda.get_device_name(), found)

@@ -1,0 +1,258 @@
+"""Schedules for humming's products: the search, the file, and what the plugin puts in place. The GPU's part is pretended."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from onptq.cli import app
+from onptq.errors import OnPTQError
+from onptq.evaluate.reader import open_checkpoint
+from onptq.progress import QuietReporter
+from onptq.schedules import plugin, table
+from onptq.schedules.candidates import FEW_ROWS, candidates
+from onptq.schedules.search import LEAST, Span, search, spans
+from onptq.schedules.shapes import joined, shapes_of
+from onptq.schedules.table import END, Found, Product, Schedule, Table, overlay
+from onptq.schedules.tune import tune
+from onptq.schemes import Scheme
+from onptq.zoo.published import find_published
+
+NARROW = {"block_shape": [8, 128, 64], "warp_shape": [8, 32, 64], "num_stages": 4, "mma_type": "wgmma"}
+WIDE = {"block_shape": [176, 128, 128], "warp_shape": [176, 16, 128], "num_stages": 4, "mma_type": "wgmma"}
+PRODUCT = Product(64, 32, "int8", "uint4")
+
+
+@dataclass
+class Pretended:
+    """Seconds by name; `own` is humming's."""
+
+    times: Mapping[str, Mapping[int, float]]
+    wrong: Sequence[str] = ()
+    unbuilt: Sequence[str] = ()
+    product: Product = PRODUCT
+    builds: list[str] = field(default_factory=list)
+
+    def own(self, rows: int) -> Schedule:
+        return {"name": "own"}
+
+    def candidates(self, rows: int) -> Iterable[Schedule]:
+        return [{"name": name} for name in self.times if name != "own"]
+
+    def build(self, schedules: Sequence[Schedule]) -> list[Schedule]:
+        self.builds += [one["name"] for one in schedules]
+        return [one for one in schedules if one["name"] not in self.unbuilt]
+
+    def right(self, schedule: Schedule, rows: int) -> bool:
+        return schedule["name"] not in self.wrong
+
+    def seconds(self, schedule: Schedule, rows: int) -> float:
+        return self.times[schedule["name"]][rows]
+
+
+def test_each_number_of_rows_stands_for_those_above_its_half() -> None:
+    assert spans([2048, 1, 8]) == [Span(0, 1, (1,)), Span(4, 8, (6, 8)), Span(1024, END, (1536, 2048))]
+    assert spans([1]) == [Span(0, 1, (1,))]
+
+
+def test_the_fastest_that_is_right_everywhere_is_found() -> None:
+    times = {
+        "own": {6: 1.0, 8: 1.0},
+        "good": {6: 0.8, 8: 0.7},
+        "better": {6: 0.6, 8: 0.6},
+        "wrong": {6: 0.1, 8: 0.1},
+        "unbuilt": {6: 0.1, 8: 0.1},
+        "slower at six": {6: 1.01, 8: 0.1},
+    }
+    (found,) = search(Pretended(times, ["wrong"], ["unbuilt"]), [8])
+    assert found.schedule == {"name": "better"}
+    assert (found.above, found.upto) == (4, END)
+    assert found.seconds == {"6": (1.0, 0.6), "8": (1.0, 0.6)}
+    assert found.times == pytest.approx(1 / 0.6)
+
+
+def test_what_is_hardly_faster_is_left_to_humming() -> None:
+    times = {"own": {1: 1.0}, "hardly": {1: 1 - LEAST / 2}}
+    assert search(Pretended(times), [1]) == []
+
+
+def test_a_schedule_is_built_once_for_all_spans() -> None:
+    bench = Pretended({"own": {1: 1.0, 2: 1.0}, "other": {1: 0.5, 2: 0.5}})
+    assert len(search(bench, [1, 2])) == 2
+    assert bench.builds == ["other"]
+
+
+def test_intervals_that_were_found_replace_humming_s() -> None:
+    own = [(0, 8, {"a": 1}), (8, 2048, {"b": 1}), (2048, END, {"c": 1})]
+    found = [Found(1024, 4096, {"new": 1}, {"2048": (2.0, 1.0)}), Found(0, 1, {"one": 1}, {"1": (2.0, 1.0)})]
+    assert overlay(own, found) == [
+        [0, 1, {"one": 1}],
+        [1, 8, {"a": 1}],
+        [8, 1024, {"b": 1}],
+        [1024, 4096, {"new": 1}],
+        [4096, END, {"c": 1}],
+    ]
+    assert overlay(own, []) == [list(interval) for interval in own]
+
+
+@pytest.mark.parametrize("outputs", [3584, 4608, 37888])
+@pytest.mark.parametrize(("rows", "own"), [(1, NARROW), (FEW_ROWS, NARROW), (2048, WIDE)])
+def test_candidates_fit_the_weight_and_differ(outputs: int, rows: int, own: dict[str, Any]) -> None:
+    found = list(candidates(rows, own, outputs, 8 if own is WIDE else 16))
+    assert len({json.dumps(one, sort_keys=True) for one in found}) == len(found) > 20
+    for one in found:
+        columns = one["block_shape"][1] * one.get("multi_cast_size_a", 1)
+        assert outputs % columns == 0
+        assert all(block % warp == 0 for block, warp in zip(one["block_shape"], one["warp_shape"], strict=True))
+        assert one.keys() >= own.keys()
+
+
+def test_the_shapes_are_those_that_servers_join() -> None:
+    dims = find_published("qwen2.5-vl-7b").dims
+    shapes = joined(dims.hidden, dims.ffn, dims.heads, dims.kv_heads, dims.head_dim)
+    assert shapes["qkv_proj"] == (4608, 3584)
+    assert shapes["gate_up_proj"] == (37888, 3584)
+    text = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    assert shapes_of({"text_config": text}) == joined(64, 96, 4, 2, 16)
+    assert shapes_of({"text_config": text | {"head_dim": 32}})["o_proj"] == (64, 128)
+
+
+def test_a_checkpoint_is_tuned_and_its_table_read_again(tmp_path: Path) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    def make(*arguments: Any) -> Pretended:
+        made.append(arguments)
+        outputs, inputs = arguments[:2]
+        return Pretended({"own": {1: 2.0}, "new": {1: 1.0}}, product=Product(outputs, inputs, "int8", "uint4"))
+
+    source, out = open_checkpoint("zoo:qwen2.5-vl"), tmp_path / "deep" / "found.json"
+    shapes = shapes_of(source.config)
+    path, found = tune(source, Scheme.parse("W4A8"), "float16", [1], out, QuietReporter(), make)
+    assert path == out
+    assert found.keys() == shapes.keys()
+    assert made == [(*shape, 4, 8, 0, torch.float16) for shape in shapes.values()]
+    again = Table.read(out)
+    key = str(Product(*shapes["qkv_proj"], "int8", "uint4"))
+    assert again.products[key] == found["qkv_proj"] == [Found(0, 1, {"name": "new"}, {"1": (2.0, 1.0)})]
+    again.products["another"] = []
+    again.write(out)
+    tune(source, Scheme.parse("W4A8"), "float16", [1], out, QuietReporter(), make)
+    assert "another" in Table.read(out).products  # what another checkpoint found stays
+
+
+def test_a_table_of_another_gpu_is_not_mixed(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    Table("Another", "one").write(out)
+    with pytest.raises(OnPTQError, match="is of Another, humming one"):
+        tune(open_checkpoint("zoo:qwen2.5-vl"), Scheme.parse("W4A8"), "float16", [1], out, QuietReporter(), Pretended)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "said"), [("W4A6", "float16", "W4A6"), ("W4A8", "int4", "expected one of")]
+)
+def test_what_cannot_be_tuned_is_said(scheme: str, dtype: str, said: str) -> None:
+    with pytest.raises(OnPTQError, match=said):
+        tune(open_checkpoint("zoo:qwen2.5-vl"), Scheme.parse(scheme), dtype, [1], None, QuietReporter())
+
+
+def test_a_file_that_is_no_table_is_said(tmp_path: Path) -> None:
+    (tmp_path / "found.json").write_text("{}")
+    with pytest.raises(OnPTQError, match=r"cannot read schedules from .*found\.json"):
+        Table.read(tmp_path / "found.json")
+
+
+def test_the_file_is_one_for_each_gpu_and_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ONPTQ_CACHE", str(tmp_path))
+    monkeypatch.delenv(table.FILE, raising=False)
+    assert table.table_path("NVIDIA H200", "0.1.17") == tmp_path / "schedules" / "nvidia-h200-humming-0.1.17.json"
+    monkeypatch.setenv(table.FILE, str(tmp_path / "own.json"))
+    assert table.table_path("NVIDIA H200", "0.1.17") == tmp_path / "own.json"
+
+
+def test_without_a_gpu_the_command_says_so(tmp_path: Path) -> None:
+    import onptq
+    from onptq.recipe import Recipe
+
+    recipe = Recipe.preset("default", {"method": "rtn", "scheme": "W4A8"})
+    onptq.quantize("zoo:qwen2.5-vl", tmp_path / "W4A8", recipe=recipe, verify=False)
+    done = CliRunner().invoke(app, ["tune", str(tmp_path / "W4A8"), "--dtype", "float16"])
+    assert done.exit_code == 2
+    assert "there is no GPU here" in done.output
+    done = CliRunner().invoke(app, ["tune", "zoo:qwen2.5-vl"])
+    assert done.exit_code == 2
+    assert "is not quantized" in done.output
+
+
+@pytest.fixture
+def heuristics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A humming of which only the choice of schedules is there, and a table for one product."""
+
+    class DeviceHeuristics:
+        @classmethod
+        def get_configs(cls, layer_config: Any, use_f16_accum: bool = False, use_batch_invariant: bool = False) -> Any:
+            return [[0, END, {"own": cls.__name__}]]
+
+    class Hopper(DeviceHeuristics):
+        pass
+
+    names = ("humming", "humming.tune", "humming.tune.base")
+    modules = {name: ModuleType(name) for name in names}
+    modules["humming.tune.base"].DeviceHeuristics = DeviceHeuristics  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(plugin, "find_spec", lambda name: object())
+    monkeypatch.setattr(plugin, "version", lambda name: "0.1.17")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setenv(table.FILE, str(tmp_path / "found.json"))
+    plugin.schedules.cache_clear()
+    found = [Found(0, 1, {"new": 1}, {"1": (2.0, 1.0)})]
+    Table("GPU", "0.1.17", {str(Product(64, 32, "int8", "uint4")): found}).write(tmp_path / "found.json")
+    yield Hopper
+    plugin.schedules.cache_clear()
+
+
+def layer(outputs: int = 64, num_experts: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        shape_n=outputs, shape_k=32, a_dtype="int8", b_dtype="uint4", weight_scale_group_size=0, num_experts=num_experts
+    )
+
+
+def test_the_plugin_puts_what_was_found_in_place_and_nothing_else(heuristics: Any) -> None:
+    for _ in range(2):  # vLLM may call it more than once
+        plugin.register()
+    own = [[0, END, {"own": "Hopper"}]]
+    assert heuristics.get_configs(layer_config=layer()) == [[0, 1, {"new": 1}], [1, END, {"own": "Hopper"}]]
+    assert heuristics.get_configs(layer_config=layer(outputs=128)) == own
+    assert heuristics.get_configs(layer_config=layer(num_experts=8)) == own
+    assert heuristics.get_configs(layer_config=layer(), use_batch_invariant=True) == own
+    assert heuristics.get_configs(layer_config=layer(), use_f16_accum=True) == own
+
+
+def test_a_broken_table_leaves_humming_as_it_is(
+    heuristics: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "found.json").write_text("{")
+    plugin.register()
+    assert heuristics.get_configs(layer_config=layer()) == [[0, END, {"own": "Hopper"}]]
+    assert "cannot read schedules" in caplog.text
+
+
+def test_without_humming_the_plugin_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
+    plugin.register()
+
+
+def test_vllm_finds_the_plugin() -> None:
+    from importlib.metadata import entry_points
+
+    (found,) = (one for one in entry_points(group="vllm.general_plugins") if one.name == "onptq")
+    assert found.load() is plugin.register
