@@ -142,3 +142,28 @@ def test_a_published_model_appears_whole_or_not_at_all(scripts: SimpleNamespace,
         write_published(shape, folder)
     with pytest.raises(OnPTQError, match="qwen3-vl-8b"):
         find_published("qwen9")
+
+
+def test_a_sweep_is_drawn_and_a_setting_that_was_run_again_counts_last(tmp_path: Path) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import sweep_picture
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+    def point(prompts: int, layers: int, seconds: float) -> dict[str, object]:
+        phases = {phase: {"seconds": seconds} for phase in (*sweep_picture.PHASES, "Export")}
+        return {"setting": {"prompts": prompts, "layers": layers}, "phases": phases}
+
+    reports = [
+        {"sweep": {"curves": {"prompts": [point(2, 4, 9.0), point(1, 4, 1.0)]}}},
+        {"sweep": {"curves": {"layers": [point(2, 4, 2.0), point(2, 8, 4.0)]}}},
+    ]
+    found = sweep_picture.curves(reports)
+    assert [(value, row["Follow"]) for value, row in found["prompts"].items()] == [(1, 1.0), (2, 2.0)]
+    assert [(value, row["Follow"]) for value, row in found["layers"].items()] == [(4, 2.0), (8, 4.0)]
+    assert "Export" not in found["layers"][4]
+    for number, report in enumerate(reports):
+        (tmp_path / f"{number}.json").write_text(json.dumps(report))
+    sweep_picture.main([*(str(tmp_path / f"{n}.json") for n in range(2)), "--out", str(tmp_path / "sweep.svg")])
+    assert "decoder layers" in (tmp_path / "sweep.svg").read_text()

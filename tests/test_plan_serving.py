@@ -13,6 +13,7 @@ from onptq.plan.serving import (
     CPU_AMX,
     HOPPER,
     HUMMING,
+    MARLIN,
     NO_INT8,
     TRANSFORMERS,
     VLLM,
@@ -57,11 +58,22 @@ def test_w4a8_is_silently_w4a16_on_every_gpu_without_the_switch(hardware: str) -
     assert HUMMING == "--linear-backend humming"
 
 
-def test_w4a8_that_was_seen_to_fail_is_not_called_run() -> None:
+def test_w4a8_says_where_it_ran_and_with_which_humming_it_was_wrong() -> None:
     ran = [row for row in serving(Scheme.parse("W4A8")) if row.evidence == "run" and row.server == VLLM]
-    assert {(row.hardware, row.verdict) for row in ran} == {(HOPPER, "differs"), (CPU_AMX, "serves")}
+    assert [(row.hardware, row.verdict) for row in ran] == [
+        (HOPPER, "differs"),
+        (HOPPER, "serves"),
+        (CPU_AMX, "serves"),
+    ]
     (switched,) = rows("W4A8", HOPPER, HUMMING)
-    assert "vLLM 0.28 or later" in switched.note
+    assert "humming-kernels 0.1.17" in switched.note
+    assert "vLLM 0.32 or later: humming-kernels 0.1.10 and 0.1.12" in switched.note
+
+
+@pytest.mark.parametrize(("switch", "kernel"), [(None, "Machete"), (MARLIN, "Marlin"), (HUMMING, "Humming")])
+def test_w4a16_ran_on_hopper_by_three_kernels_in_rows_and_in_groups_by_none(switch: str | None, kernel: str) -> None:
+    assert [(row.kernel, row.evidence) for row in rows("W4A16", HOPPER, switch)] == [(kernel, "run")]
+    assert [row.evidence for row in rows("W4A16-g128", HOPPER, switch)] == ["read"]
 
 
 def test_w4a6_is_simulation_only() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from onptq.bench.paper import PAPER
 from onptq.bench.variants import DENSE
 from onptq.errors import OnPTQError
-from onptq.plan.serving import HUMMING, VLLM, serving
+from onptq.plan.serving import SWITCH, VLLM, serving
 from onptq.schemes import Scheme
 
 HEADS = ("checkpoint", "batch", "prefill ms", "speedup", "decode ms/token", "speedup", "peak GiB", "less", "paper")
@@ -90,13 +90,12 @@ def _judged(one: Mapping[str, Any]) -> str:
 def announced(name: str, hardware: str | None, backend: str | None) -> str | None:
     """The kernel that a plan names for such a checkpoint on a GPU of that generation; None where it names none."""
     try:
-        scheme = Scheme.parse(name)
+        scheme = Scheme.parse(name.split()[0])
     except OnPTQError:
         return None
-    number = (hardware or "").removeprefix("sm")
+    number, switch = (hardware or "").removeprefix("sm"), f"{SWITCH} {backend}" if backend else None
     for row in serving(scheme):
         generations = row.hardware.rpartition("sm")[2].split("/")
-        switched = row.switch == HUMMING
-        if row.server == VLLM and number in generations and switched == (backend == "humming"):
+        if row.server == VLLM and number in generations and row.switch == switch:
             return row.kernel
     return None

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+PACKAGE = "humming-kernels"  # whose products may be chosen
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of a decoder layer, as vLLM joins them
 
 
@@ -72,7 +74,7 @@ def run(job: Job) -> dict[str, Any]:
         "started_in": started,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "hardware": "sm{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "cpu",
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__} | humming_version(),
         "batches": list(measure(generate, job, memory)),
         "not_finite": not_finite(llm, scored, job),
     }
@@ -102,11 +104,18 @@ def options(job: Job, on_gpu: bool) -> dict[str, Any]:
         "seed": 0,
     }
     if on_gpu:
-        found |= {"kv_cache_memory_bytes": int(job.cache_gib * 2**30), "gpu_memory_utilization": 0.5}
+        found |= {"kv_cache_memory_bytes": int(job.cache_gib * 2**30), "gpu_memory_utilization": 0.1}
         found |= {"linear_backend": job.linear_backend} if job.linear_backend else {}
     if job.mode == "compiled":
         return found | {"compilation_config": {"cudagraph_capture_sizes": list(job.graph_sizes)}}
     return found | {"enforce_eager": True}
+
+
+def humming_version() -> dict[str, str]:
+    try:
+        return {PACKAGE: version(PACKAGE)}
+    except PackageNotFoundError:
+        return {}
 
 
 def describe_kernels(model: Any) -> dict[str, int]:
