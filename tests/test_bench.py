@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +156,39 @@ def test_a_checkpoint_that_does_not_run_is_reported_and_the_others_are_measured(
     assert "exit code 3" in failed["error"]
     assert failed["error"].endswith("boom")
     assert whole["kernels"] == {"K": 1}
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_engines_start_alone_or_together_and_are_measured_one_by_one(
+    together: bool, small: Path, tmp_path: Path
+) -> None:
+    """Each writes down when it started, was let go and ended."""
+    told = json.dumps({"kernels": {}, "weight_bytes": 1, "device": "cpu", "versions": {}, "batches": []})
+    python, events = tmp_path / "python", tmp_path / "events"
+    python.write_text(
+        f"#!/bin/sh\necho start >> {events}\necho READY\nread line\necho begin >> {events}\nsleep 0.3\n"
+        f"echo end >> {events}\necho 'RESULT {told}'\n"
+    )
+    python.chmod(0o755)
+    variants = [
+        replace(choose_variants([str(small)], [], tmp_path, QUIET)[0], name=name) for name in ("one", "two", "three")
+    ]
+    settings = Settings("vllm", python=str(python), together=together)
+    found = run_bench("three", variants, settings, QUIET, tmp_path / "logs")
+    assert [one["name"] for one in found["results"]] == ["one", "two", "three"]
+    assert all("error" not in one for one in found["results"])
+    alone = ["start", "begin", "end"] * 3
+    assert events.read_text().split() == (["start"] * 3 + ["begin", "end"] * 3 if together else alone)
+
+
+def test_an_engine_whose_time_is_over_is_stopped_and_the_next_is_measured(small: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho started\nexec sleep 60\n")
+    python.chmod(0o755)
+    variants = choose_variants([str(small)], [], tmp_path, QUIET)
+    settings = Settings("vllm", python=str(python), timeout=0.5)
+    (found,) = run_bench("one", variants, settings, QUIET, tmp_path / "logs")["results"]
+    assert found["error"] == "stopped: its time was over; the log ends: started"
 
 
 def test_an_engine_that_says_what_is_not_a_number_fails(small: Path, tmp_path: Path) -> None:

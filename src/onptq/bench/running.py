@@ -1,19 +1,22 @@
-"""Every checkpoint in every mode, each in a process of its own: what one leaves in memory is no part of the next."""
+"""Every checkpoint in every mode, each in a process of its own: what one leaves in memory is no part of the next. They start one
+by one or together; measured is always one alone."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from onptq import __version__
 from onptq.bench.tables import problem
-from onptq.bench.timing import Job, heard
+from onptq.bench.timing import Job, heard, is_ready
 from onptq.bench.transformers_engine import BACKENDS
 from onptq.bench.variants import Variant
 from onptq.errors import OnPTQError
@@ -22,6 +25,7 @@ from onptq.progress import Reporter
 Engine = Literal["vllm", "transformers"]
 Mode = Literal["eager", "compiled"]
 TAIL = 15  # lines of an engine's log
+POLL = 0.1  # seconds
 ABSENT = "No module named 'vllm'"
 
 
@@ -40,6 +44,7 @@ class Settings:
     graph_sizes: tuple[int, ...] = ()  # none: the forwards that are measured
     cache_gib: float = 4.0
     timeout: float = 600.0  # seconds for one checkpoint in one mode
+    together: bool = False  # whether all of a mode start at once
     python: str = field(default_factory=lambda: sys.executable)  # that has vLLM
 
     def __post_init__(self) -> None:
@@ -86,14 +91,28 @@ def run_bench(
     results: list[dict[str, Any]] = []
     with reporter.phase("Measure", total=len(variants) * len(settings.modes), unit="checkpoints") as bar:
         for mode in settings.modes:
-            for variant in variants:
-                found = _run_one(variant, mode, settings, logs)
+            for started in _in_turn(variants, mode, settings, logs):
+                found, variant = started.measured(), started.variant
                 results.append({"name": variant.name, "mode": mode, "folder": variant.source.folder.name} | found)
                 save(_report(model, settings, results))
                 if trouble := problem(found):
                     reporter.warn(f"{variant.name} ({mode}): {trouble}")
                 bar.advance()
     return _report(model, settings, results)
+
+
+def _in_turn(variants: Sequence[Variant], mode: Mode, settings: Settings, logs: Path) -> Iterator[Started]:
+    """Engines that may be measured now; nothing else runs meanwhile, and none outlives the caller."""
+    running: list[Started] = []
+    try:
+        for group in [variants] if settings.together else [[variant] for variant in variants]:
+            running = [_start(variant, mode, settings, logs) for variant in group]
+            for started in running:
+                started.wait_until_ready()
+            yield from running
+    finally:
+        for started in running:
+            started.kill()
 
 
 def _report(model: str, settings: Settings, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -108,37 +127,77 @@ def _report(model: str, settings: Settings, results: Sequence[Mapping[str, Any]]
     }
 
 
-def _run_one(variant: Variant, mode: Mode, settings: Settings, logs: Path) -> dict[str, Any]:
-    job = settings.job(variant, mode)
+@dataclass
+class Started:
+    """An engine on its way to be measured."""
+
+    variant: Variant
+    job: Job
+    process: subprocess.Popen[str]
+    python: str
+    log: Path
+    ends: float  # when its time is over
+    late: bool = False
+
+    def wait_until_ready(self) -> None:
+        while self.process.poll() is None and not is_ready(self.output()) and not self._over():
+            time.sleep(POLL)
+
+    def measured(self) -> dict[str, Any]:
+        """Lets it measure, and waits for what it found."""
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it may have died
+            self.process.stdin.write("\n")
+            self.process.stdin.close()
+        while self.process.poll() is None and not self._over():
+            time.sleep(POLL)
+        output = self.output()
+        asked = {"dtype": self.job.dtype, "linear_backend": self.job.linear_backend}
+        found = heard(output)
+        if found is not None:
+            return asked | found
+        if ABSENT in output:
+            raise OnPTQError(
+                f"{self.python} has no vLLM, which this engine needs: install vllm there, or name the interpreter that has it "
+                "with --python"
+            )
+        ended = "stopped: its time was over" if self.late else f"exit code {self.process.returncode}"
+        lines = [line for line in output.splitlines() if line.strip()]
+        return asked | {"error": f"{ended}; the log ends: " + " | ".join(lines[-TAIL:])}
+
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _over(self) -> bool:
+        if time.monotonic() < self.ends:
+            return False
+        self.late = True
+        self.kill()
+        return True
+
+
+def _start(variant: Variant, mode: Mode, settings: Settings, logs: Path) -> Started:
+    job = replace(settings.job(variant, mode), waits=True)
     log = logs / f"{variant.name.replace(' ', '-')}-{mode}.log"
     with log.open("w", encoding="utf-8") as stream:
         try:
-            code: int | str = subprocess.run(
+            process = subprocess.Popen(
                 command(settings, job),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=_environment(settings),
-                timeout=settings.timeout,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"stopped after {settings.timeout:g} s"
+                text=True,
+            )
         except OSError as error:
             raise OnPTQError(
                 f"{settings.python} does not run: {error}; expected the interpreter that has vLLM"
             ) from error
-    output = log.read_text(encoding="utf-8", errors="replace")
-    asked = {"dtype": job.dtype, "linear_backend": job.linear_backend}
-    found = heard(output)
-    if found is not None:
-        return asked | found
-    if ABSENT in output:
-        raise OnPTQError(
-            f"{settings.python} has no vLLM, which this engine needs: install vllm there, or name the interpreter that has it "
-            "with --python"
-        )
-    lines = [line for line in output.splitlines() if line.strip()]
-    return asked | {"error": f"exit code {code}; the log ends: " + " | ".join(lines[-TAIL:])}
+    return Started(variant, job, process, settings.python, log, time.monotonic() + settings.timeout)
 
 
 def command(settings: Settings, job: Job) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 MARK = "RESULT "  # begins the one line of an engine's output that is for us
+READY = "READY"  # a line that says the engine could be measured; it then reads a line
 FIRST_ID = 300  # smaller ids may be special ones
 STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -32,6 +34,7 @@ class Job:
     linear_backend: str | None  # on a GPU; None is the engine's own choice
     graph_sizes: tuple[int, ...]  # tokens of the forwards that are captured when compiled
     cache_gib: float
+    waits: bool = False  # until it is its turn to be measured; others may be starting
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -70,6 +73,9 @@ Generate = Callable[[Sequence[list[int]], int], None]  # writes so many tokens a
 def measure(generate: Generate, job: Job, memory: Memory) -> Iterator[dict[str, Any]]:
     """Prefill is a response of one token. A longer one does the same and then decodes: the difference of two calls, one
     right after the other, is what decoding took; medians over such pairs."""
+    if job.waits:
+        print(READY, flush=True)
+        sys.stdin.readline()
     for batch in job.batches:
         prompts = draw_prompts(batch, job.prompt_tokens, job.vocabulary)
         for tokens in (1, 1 + job.new_tokens):  # compiles, captures, allocates
@@ -107,6 +113,10 @@ def _seconds(generate: Generate, prompts: Sequence[list[int]], tokens: int) -> f
 
 def tell(found: dict[str, Any]) -> None:
     print(MARK + json.dumps(found), flush=True)
+
+
+def is_ready(output: str) -> bool:
+    return READY in output.splitlines()
 
 
 def heard(output: str) -> dict[str, Any] | None:

@@ -67,6 +67,12 @@ def bench(
     python: Annotated[
         str | None, typer.Option(help="Interpreter that has vLLM.", show_default="the one that runs this")
     ] = None,
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together", help="Start all checkpoints of a mode at once, where memory allows; measure in turn."
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for one checkpoint in one mode.")] = 600.0,
     out: Annotated[Path | None, typer.Option(help="Write every number to this JSON file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the same JSON instead of tables.")] = False,
@@ -90,6 +96,7 @@ def bench(
         graph_sizes=tuple(sorted(set(graph_sizes or ()))),
         cache_gib=cache_gib,
         timeout=timeout,
+        together=together,
         python=python or sys.executable,
     )
     with tempfile.TemporaryDirectory(prefix="onptq-bench-") as scratch:
