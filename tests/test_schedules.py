@@ -60,8 +60,9 @@ class Pretended:
 
 
 def test_each_number_of_rows_stands_for_those_above_its_half() -> None:
-    assert spans([2048, 1, 8]) == [Span(0, 1, (1,)), Span(4, 8, (6, 8)), Span(1024, END, (1536, 2048))]
-    assert spans([1]) == [Span(0, 1, (1,))]
+    assert spans([2048, 1, 8]) == [Span(0, 1, (1,)), Span(4, 8, (6, 8)), Span(1024, 2048, (1536, 2048))]
+    assert spans([16384, 8192])[-1] == Span(8192, END, (12288, 16384))
+    assert spans([16384, 8192])[0].upto == 8192
 
 
 def test_the_fastest_that_is_right_everywhere_is_found() -> None:
@@ -75,7 +76,7 @@ def test_the_fastest_that_is_right_everywhere_is_found() -> None:
     }
     (found,) = search(Pretended(times, ["wrong"], ["unbuilt"]), [8])
     assert found.schedule == {"name": "better"}
-    assert (found.above, found.upto) == (4, END)
+    assert (found.above, found.upto) == (4, 8)
     assert found.seconds == {"6": (1.0, 0.6), "8": (1.0, 0.6)}
     assert found.times == pytest.approx(1 / 0.6)
 

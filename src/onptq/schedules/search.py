@@ -10,6 +10,7 @@ from typing import Protocol
 from onptq.schedules.table import END, Found, Product, Schedule
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+BEYOND = 8192  # rows from which on all products are alike
 LEAST = 0.03  # a gain below this may be chance
 FINALISTS = 4  # of the first timing, timed again in turns with humming's own
 TURNS = 5
@@ -41,12 +42,12 @@ class Span:
 
 
 def spans(rows: Sequence[int]) -> list[Span]:
-    """Each number stands for what lies between its half and itself, the largest for all beyond as well."""
+    """Each number stands for what lies between its half and itself, the largest from BEYOND on for all beyond as well."""
     ordered = sorted(set(rows))
     found = []
     for one in ordered:
         timed = tuple(sorted({max(1, one * 3 // 4), one})) if one > 2 else (one,)
-        found.append(Span(one // 2, END if one == ordered[-1] and one > 1 else one, timed))
+        found.append(Span(one // 2, END if one == ordered[-1] and one >= BEYOND else one, timed))
     return found
 
 
