@@ -38,13 +38,15 @@ from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 from onptq.schemes import Scheme
 from onptq.zoo.catalog import CHOSEN
+from onptq.zoo.configs import RANDOM_TOWERS
 from onptq.zoo.outliers import Outliers, derive
-from onptq.zoo.published import PUBLISHED, find_published, write_published
+from onptq.zoo.published import PUBLISHED, Published, find_published, write_published
 
 SERVER = Path(__file__).with_name("vllm_logprobs.py")
 TEXTS, TOKENS = 8, 256
 TINY_TEXTS, TINY_TOKENS = 3, 24
 
+VOCABULARY = 8192
 LARGE, CHANNELS = 64, 8  # factor, and how many channels of each norm have it
 
 Said = tuple[Tensor, Tensor]  # of every token but the first its log-probability, and the likeliest one in its place
@@ -114,6 +116,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     count, length = (TINY_TEXTS, TINY_TOKENS) if arguments.tiny else (TEXTS, TOKENS)
     if arguments.tiny:
         shape = tiny_shape(shape)
+    else:  # the linears' shapes matter, and nothing else
+        shape = Published(shape.family, replace(shape.dims, vocab=VOCABULARY), RANDOM_TOWERS, shape.pixels)
     on_gpu, vocabulary = device.type == "cuda", shape.dims.vocab
     drawn = write_published(shape, folder / "drawn", layers=arguments.layers, device=device.type)
     model = enlarge(drawn, arguments.layers, shape.dims.hidden, folder / "model")
