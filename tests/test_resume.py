@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import yaml
 
 from onptq.progress import Bar, QuietReporter
 
+SEEDS = 16  # that are tried
 TINY: dict[str, Any] = {
     "rounds": 2,
     "data.prompts": 4,
@@ -216,7 +218,7 @@ class Server:
         """The run nobody interrupted."""
         key = json.dumps(changes, sort_keys=True)
         if key not in self.done:
-            self.done[key] = self.said.parent / f"reference-{len(self.done)}"
+            self.done[key] = Path(tempfile.mkdtemp(prefix="reference-", dir=self.said.parent))
             self.finish(self.done[key], changes)
         return self.done[key]
 
@@ -233,8 +235,25 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout.readline() == "ready\n"
-        yield Server(model, process, tmp_path_factory.mktemp("server") / "said.txt")
+        served = Server(model, process, tmp_path_factory.mktemp("server") / "said.txt")
+        choose_seed(served)
+        yield served
         process.stdin.close()
+
+
+def choose_seed(server: Server) -> None:
+    """The first whose run is worth comparing with: how long a tiny model gains by its updates depends on the CPU's last bits."""
+    for seed in range(SEEDS):
+        TINY["seed"] = seed
+        server.done.clear()
+        if is_worth_comparing_with(server.reference()):
+            return
+
+
+def is_worth_comparing_with(run: Path) -> bool:
+    """Both rounds move theta, and not each time does the last iterate turn out the best."""
+    best = [figures["best_step"] for figures in summary(run)["rounds"]]
+    return min(best) > 0 and min(best) < 4
 
 
 def files(run: Path) -> dict[str, bytes]:
@@ -268,7 +287,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_theta(serve
     assert {"model.safetensors", *(f"onptq/rounds/{k}/{n}" for k in range(2) for n in ROUND)} <= files(reference).keys()
     server.finish(tmp_path / "again")
     assert_same(tmp_path / "again", reference)
-    server.finish(tmp_path / "other", {"seed": 1})
+    server.finish(tmp_path / "other", {"seed": TINY["seed"] + 1})
     other, same = files(tmp_path / "other"), files(reference)
     assert other["onptq/rounds/0/bank.parquet"] == same["onptq/rounds/0/bank.parquet"]
     assert other["onptq/rounds/0/theta.safetensors"] != same["onptq/rounds/0/theta.safetensors"]
@@ -278,14 +297,12 @@ ROUND = ("trajectories.parquet", "bank.parquet", "theta.safetensors", "holdout.p
 
 
 def test_the_reference_is_worth_comparing_with(server: Server) -> None:
-    """Both rounds move theta and the second has other states than the first, or a kill could lose them unnoticed."""
+    """The rounds' thetas and states differ, or a kill could lose them unnoticed."""
     found = files(server.reference())
     thetas = {found[name] for name in found if name.endswith(("init.safetensors", "theta.safetensors"))}
     assert len(thetas) == 3
     assert found["onptq/rounds/0/bank.parquet"] != found["onptq/rounds/1/bank.parquet"]
-    best = [figures["best_step"] for figures in summary(server.reference())["rounds"]]
-    assert min(best) > 0
-    assert min(best) < 4  # the best iterate is not simply the last one
+    assert is_worth_comparing_with(server.reference())
 
 
 def in_round(k: int) -> list[tuple[str, int]]:
@@ -420,7 +437,7 @@ def assert_refused(done: Any, run: Path, before: dict[str, tuple[int, bytes]], *
     [
         ({"branch.horizon": 2}, "recipe.branch.horizon: 4 -> 2"),
         ({"scheme": "W8A8"}, "recipe.scheme: 'W4A8' -> 'W8A8'"),
-        ({"seed": 3}, "seeds.recipe: 0 -> 3"),
+        ({"seed": 99}, "seeds.recipe: {seed} -> 99"),
         ({"rounds": 3}, "recipe.rounds: 2 -> 3"),
         ({"calibrate.gamma": 0.5}, "recipe.calibrate.gamma: 0.2 -> 0.5"),
         ({"data.prompts": 3}, "prompts.calibration: 4 -> 3"),
@@ -431,7 +448,7 @@ def test_a_changed_recipe_is_refused_with_the_difference(
     changes: dict[str, Any], shown: str, model: Path, begun: Path
 ) -> None:
     before = snapshot(begun)
-    assert_refused(call(model, begun, changes), begun, before, shown)
+    assert_refused(call(model, begun, changes), begun, before, shown.format(seed=TINY["seed"]))
 
 
 def flip_weight(model: Path) -> None:
@@ -542,7 +559,7 @@ def test_a_finished_run_returns_its_summary_at_once(model: Path, server: Server,
 
 def test_a_finished_run_of_another_recipe_is_refused(model: Path, server: Server, tmp_path: Path) -> None:
     run = shutil.copytree(server.reference(), tmp_path / "run")
-    assert_refused(call(model, run, {"seed": 9}), run, snapshot(run), "seeds.recipe: 0 -> 9")
+    assert_refused(call(model, run, {"seed": 99}), run, snapshot(run), f"seeds.recipe: {TINY['seed']} -> 99")
 
 
 def test_two_processes_cannot_continue_the_same_run(model: Path, begun: Path) -> None:
