@@ -171,6 +171,14 @@ def test_a_file_that_is_no_table_is_said(tmp_path: Path) -> None:
         Table.read(tmp_path / "found.json")
 
 
+@pytest.mark.parametrize("schedule", [{"a": "1; }"}, {"a b": 1}, {"a": [1, "{{x}}"]}, {"a": 1.5}, {"a": {"b": 1}}])
+def test_a_schedule_that_is_more_than_numbers_and_words_is_refused(schedule: dict[str, Any], tmp_path: Path) -> None:
+    """It ends up in the source of a kernel."""
+    Table("GPU", "one", {"product": [Found(0, 1, schedule, {"1": (2.0, 1.0)})]}).write(tmp_path / "found.json")
+    with pytest.raises(OnPTQError, match="cannot read schedules"):
+        Table.read(tmp_path / "found.json")
+
+
 def test_the_file_is_one_for_each_gpu_and_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ONPTQ_CACHE", str(tmp_path))
     monkeypatch.delenv(table.FILE, raising=False)
@@ -257,3 +265,10 @@ def test_vllm_finds_the_plugin() -> None:
 
     (found,) = (one for one in entry_points(group="vllm.general_plugins") if one.name == "onptq")
     assert found.load() is plugin.register
+
+
+def test_a_table_that_a_gpu_gave_is_read() -> None:
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    found = Table.read(results / "h200-schedules-w4a16.json")
+    assert found.device == "NVIDIA H200"
+    assert found.products[str(Product(37888, 3584, "float16", "uint4"))][0].times > 1.3

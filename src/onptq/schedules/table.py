@@ -69,10 +69,7 @@ class Table:
     def read(cls, path: Path) -> Table:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            products = {
-                name: [Found(**one | {"seconds": {k: tuple(v) for k, v in one["seconds"].items()}}) for one in found]
-                for name, found in values["products"].items()
-            }
+            products = {name: [_read_found(one) for one in found] for name, found in values["products"].items()}
             return cls(values["device"], values["humming"], products)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise OnPTQError(
@@ -82,6 +79,18 @@ class Table:
     def write(self, path: Path) -> None:
         with atomically(path) as part:
             part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def _read_found(values: Mapping[str, Any]) -> Found:
+    """Of a schedule only numbers and plain words: humming writes them into the source of a kernel."""
+    for name, value in values["schedule"].items():
+        words = value if isinstance(value, list) else [value]
+        if not all(
+            one is None or isinstance(one, int) or re.fullmatch(r"[a-z0-9_]{1,32}", one) for one in [name, *words]
+        ):
+            raise ValueError(f"{name}: {value!r} is no part of a schedule")
+    seconds = {str(rows): (float(own), float(found)) for rows, (own, found) in values["seconds"].items()}
+    return Found(int(values["above"]), int(values["upto"]), values["schedule"], seconds)
 
 
 def table_path(device: str, humming: str) -> Path:
