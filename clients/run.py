@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -187,8 +187,26 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
+def cpu_flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def runnable(cases: Sequence[Case], flags: Set[str]) -> list[Case]:
+    found = [case for case in cases if case.runs_on(flags)]
+    if left := [case.label for case in cases if case not in found]:
+        say(
+            f"not run, because this CPU has no AVX-512, for which vLLM's kernel of 4-bit weights is made: {', '.join(left)}"
+        )
+    if not found:
+        raise OnPTQError("no checkpoint is left to serve on this CPU; expected one that is dense or has 8-bit weights")
+    return found
+
+
 def run(args: argparse.Namespace) -> int:
-    cases = choose_cases(args.models, args.schemes, args.quick)
+    cases = runnable(choose_cases(args.models, args.schemes, args.quick), cpu_flags())
     if args.out.exists() and any(args.out.iterdir()):
         raise OnPTQError(f"--out {args.out} is not empty; expected a new or empty folder")
     began = time.monotonic()

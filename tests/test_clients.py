@@ -228,6 +228,19 @@ def test_cases_are_served_as_their_kernels_want(clients: SimpleNamespace) -> Non
         clients.cases.choose_cases("zoo:qwen3-vl", None, True)
 
 
+def test_what_the_cpu_has_no_kernel_for_is_left_out_and_said(
+    clients: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = clients.cases.choose_cases("zoo:qwen2.5-vl", "dense,W8A8,W4A16,W4A8", False)
+    assert clients.run.runnable(cases, {"avx512f"}) == cases
+    assert not capsys.readouterr().err
+    assert clients.run.runnable(cases, {"avx2"}) == cases[:2]
+    assert "zoo-qwen2.5-vl-W4A16, zoo-qwen2.5-vl-W4A8" in capsys.readouterr().err
+    with pytest.raises(OnPTQError, match="no checkpoint is left"):
+        clients.run.runnable(cases[2:], {"avx2"})
+    assert clients.run.cpu_flags()
+
+
 def test_kernels_are_read_from_the_log(clients: SimpleNamespace) -> None:
     log = """
     (Worker pid=1) INFO [__init__.py:923] Using CPUWNA16LinearKernel for mixed-precision linear

@@ -78,7 +78,9 @@ _W4A16 = (
         note=f"{_RAN}; decodes faster than Machete, and faster still after `onptq tune`",
     ),
     _vllm(BLACKWELL, "serves", "Marlin", "int4 x 16-bit", "asked", note=_SM100_ONLY),
-    _vllm(CPU, "serves", "CPUWNA16", "int4 x 16-bit", "read"),
+    _vllm(
+        CPU, "serves", "CPUWNA16", "int4 x 16-bit", "read", note="with AVX-512; without it, dies at the first request"
+    ),
     _vllm(CPU_AMX, "differs", "CPUWNA16", "int4 x int8", "run", note="quantizes activations that should not be"),
     _vllm(CPU_AMX, "serves", "CPUWNA16", "int4 x 16-bit", "run", switch=NO_INT8),
 )
