@@ -166,14 +166,14 @@ def test_engines_start_alone_or_together_and_are_measured_one_by_one(
     told = json.dumps({"kernels": {}, "weight_bytes": 1, "device": "cpu", "versions": {}, "batches": []})
     python, events = tmp_path / "python", tmp_path / "events"
     python.write_text(
-        f"#!/bin/sh\necho start >> {events}\necho READY\nread line\necho begin >> {events}\nsleep 0.3\n"
+        f"#!/bin/sh\necho start >> {events}\necho READY\nread line\necho begin >> {events}\nsleep 1\n"
         f"echo end >> {events}\necho 'RESULT {told}'\n"
     )
     python.chmod(0o755)
     variants = [
         replace(choose_variants([str(small)], [], tmp_path, QUIET)[0], name=name) for name in ("one", "two", "three")
     ]
-    settings = Settings("vllm", python=str(python), together=together)
+    settings = Settings("vllm", python=str(python), together=together, timeout=2.5)  # enough for each, not for all
     found = run_bench("three", variants, settings, QUIET, tmp_path / "logs")
     assert [one["name"] for one in found["results"]] == ["one", "two", "three"]
     assert all("error" not in one for one in found["results"])

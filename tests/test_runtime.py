@@ -276,9 +276,11 @@ def test_each_linear_of_a_checkpoint_answers_as_its_simulation_and_so_does_the_w
         with torch.inference_mode():
             expected = before[name](x)
         assert within_rounding(y, expected, x, before[name].weight, before[name].bias), name  # type: ignore[arg-type]
-    share = {torch.float32: 0.02, torch.bfloat16: 0.05}[dtype] * (2.5 if scheme == "W4A6" else 1)
+    share = {torch.float32: 0.02, torch.bfloat16: 0.05}[dtype] * (2 if scheme == "W4A6" else 1)
     rounding = share * simulated.abs().max()
-    assert (got - simulated).abs().max() <= rounding
+    difference = (got - simulated).abs()
+    assert (difference > rounding).double().mean() <= 1e-4  # whether a tie breaks depends on the CPU's last bits
+    assert difference.square().mean().sqrt() <= rounding / 5
     first, second = simulated.topk(2).values.unbind(-1)
     clear = first - second > rounding
     assert clear.sum() > 20

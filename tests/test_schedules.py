@@ -255,6 +255,15 @@ def test_a_broken_table_leaves_humming_as_it_is(
     assert "cannot read schedules" in caplog.text
 
 
+def test_a_table_of_another_gpu_leaves_humming_as_it_is(
+    heuristics: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Another")
+    plugin.register()
+    assert heuristics.get_configs(layer_config=layer()) == [[0, END, {"own": "Hopper"}]]
+    assert "is of GPU, humming 0.1.17; here are Another" in caplog.text
+
+
 def test_without_humming_the_plugin_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "find_spec", lambda name: None)
     plugin.register()

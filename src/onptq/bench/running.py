@@ -106,7 +106,9 @@ def _in_turn(variants: Sequence[Variant], mode: Mode, settings: Settings, logs: 
     running: list[Started] = []
     try:
         for group in [variants] if settings.together else [[variant] for variant in variants]:
-            running = [_start(variant, mode, settings, logs) for variant in group]
+            running = []
+            for variant in group:
+                running.append(_start(variant, mode, settings, logs))
             for started in running:
                 started.wait_until_ready()
             yield from running
@@ -138,13 +140,16 @@ class Started:
     log: Path
     ends: float  # when its time is over
     late: bool = False
+    ready_at: float = 0.0
 
     def wait_until_ready(self) -> None:
         while self.process.poll() is None and not is_ready(self.output()) and not self._over():
             time.sleep(POLL)
+        self.ready_at = time.monotonic()
 
     def measured(self) -> dict[str, Any]:
-        """Lets it measure, and waits for what it found."""
+        """Lets it measure, and waits for what it found. While others were measured, its clock stood still."""
+        self.ends += time.monotonic() - self.ready_at
         assert self.process.stdin is not None
         with suppress(OSError):  # it may have died
             self.process.stdin.write("\n")

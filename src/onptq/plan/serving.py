@@ -46,6 +46,7 @@ NO_INT8 = "VLLM_CPU_INT4_W4A8=0"
 _SM100_ONLY = "the choice was asked for sm100, not for sm120"
 _RIGHT = "vLLM 0.32 or later: humming-kernels 0.1.10 and 0.1.12, which 0.26 to 0.30 have, gave non-numbers on an H200"
 _RAN = "H200, vLLM 0.26 with humming-kernels 0.1.17"
+_AVX512 = "with AVX-512; without it, dies at the first request"
 _SILENT = "loads without a word and does not quantize the activations"
 
 
@@ -78,9 +79,7 @@ _W4A16 = (
         note=f"{_RAN}; decodes faster than Machete, and faster still after `onptq tune`",
     ),
     _vllm(BLACKWELL, "serves", "Marlin", "int4 x 16-bit", "asked", note=_SM100_ONLY),
-    _vllm(
-        CPU, "serves", "CPUWNA16", "int4 x 16-bit", "read", note="with AVX-512; without it, dies at the first request"
-    ),
+    _vllm(CPU, "serves", "CPUWNA16", "int4 x 16-bit", "read", note=_AVX512),
     _vllm(CPU_AMX, "differs", "CPUWNA16", "int4 x int8", "run", note="quantizes activations that should not be"),
     _vllm(CPU_AMX, "serves", "CPUWNA16", "int4 x 16-bit", "run", switch=NO_INT8),
 )
@@ -110,7 +109,7 @@ _W4A8 = (
         switch=HUMMING,
         note=f"{_SM100_ONLY}; vLLM 0.32 or later",
     ),
-    _vllm(CPU, "differs", "CPUWNA16", "int4 x 16-bit", "read", note=_SILENT),
+    _vllm(CPU, "differs", "CPUWNA16", "int4 x 16-bit", "read", note=f"{_SILENT}; {_AVX512}"),
     _vllm(CPU_AMX, "serves", "CPUWNA16", "int4 x int8", "run", note=f"not with {NO_INT8}"),
 )
 

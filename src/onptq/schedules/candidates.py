@@ -16,16 +16,8 @@ ORDERS = ((False, 1, 1), (False, 2, 1), (False, 1, 8), (False, 2, 8), (True, 1, 
 FILLED = 100  # tiles that are enough for a GPU without cutting them
 NARROW_TILES = ((128, 1), (128, 2), (128, 4), (256, 1), (256, 2))  # columns, and warps that share a sum
 FLIGHTS = ((4, 1), (8, 1), (4, 2), (8, 2), (4, 3), (4, 4))  # stages, and blocks of a multiprocessor
-PLAIN_FLIGHTS = (
-    (4, 2),
-    (8, 2),
-    (4, 3),
-    (3, 4),
-    (4, 4),
-    (6, 4),
-    (3, 6),
-    (4, 6),
-)  # of tiles that no warp of their own fetches
+# Of tiles that no warp of their own fetches.
+PLAIN_FLIGHTS = ((4, 2), (8, 2), (4, 3), (3, 4), (4, 4), (6, 4), (3, 6), (4, 6))
 # Columns and depth of a tile and depth of a warp in bytes of activations, by the older instruction, which has narrower tiles.
 OLDER_TILES = ((64, 128, 64), (64, 256, 128), (128, 128, 64), (128, 256, 128))
 OLDER = {"mma_type": "mma", "use_warp_spec": False, "use_tma": False, "use_stream_k": True}

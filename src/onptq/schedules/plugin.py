@@ -43,10 +43,12 @@ def schedules() -> dict[str, Any]:
     import torch
 
     try:
-        path = table_path(torch.cuda.get_device_name(), version(PACKAGE))
+        here = torch.cuda.get_device_name(), version(PACKAGE)
+        path = table_path(*here)
         if not path.is_file():
             return {}
         table = Table.read(path)
+        table.check(path, *here)
     except (OnPTQError, PackageNotFoundError) as error:
         logger.warning("%s", error)
         return {}

@@ -16,9 +16,8 @@ from typing import Any
 from onptq.errors import OnPTQError
 from onptq.files import atomically, cache_folder
 
-FILE = (
-    "ONPTQ_SCHEDULES"  # names the file; else it lies in OnPTQ's cache folder, one for each GPU and version of humming
-)
+# Names the file; else it lies in OnPTQ's cache folder, one for each GPU and version of humming.
+FILE = "ONPTQ_SCHEDULES"
 END = 1 << 30  # more rows than any product has
 
 Schedule = Mapping[str, Any]  # tile shapes, stages and the like, as humming names them
@@ -75,6 +74,12 @@ class Table:
             raise OnPTQError(
                 f"cannot read schedules from {path}: {error!r}; `onptq tune FOLDER` writes them"
             ) from error
+
+    def check(self, path: Path, device: str, humming: str) -> None:
+        if (self.device, self.humming) != (device, humming):
+            raise OnPTQError(
+                f"{path} is of {self.device}, humming {self.humming}; here are {device}, humming {humming}: expected another file"
+            )
 
     def write(self, path: Path) -> None:
         with atomically(path) as part:

@@ -42,11 +42,7 @@ def tune(
     path = path or table_path(table.device, table.humming)
     if path.is_file():
         known = Table.read(path)
-        if (known.device, known.humming) != (table.device, table.humming):
-            raise OnPTQError(
-                f"{path} is of {known.device}, humming {known.humming}; here are {table.device}, humming {table.humming}: "
-                "give another --out"
-            )
+        known.check(path, table.device, table.humming)
         table = known
     shapes = shapes_of(source.config)
     found = {}
