@@ -41,12 +41,16 @@ class Pretended:
     unbuilt: Sequence[str] = ()
     product: Product = PRODUCT
     builds: list[str] = field(default_factory=list)
+    twins: Mapping[str, str] = field(default_factory=dict)
 
     def own(self, rows: int) -> Schedule:
         return {"name": "own"}
 
     def candidates(self, rows: int) -> Iterable[Schedule]:
-        return [{"name": name} for name in self.times if name != "own"]
+        return [{"name": name} for name in self.times if name != "own" and name not in self.twins.values()]
+
+    def refined(self, schedules: Sequence[Schedule]) -> Iterable[Schedule]:
+        return [{"name": self.twins[one["name"]]} for one in schedules if one["name"] in self.twins]
 
     def build(self, schedules: Sequence[Schedule]) -> list[Schedule]:
         self.builds += [one["name"] for one in schedules]
@@ -79,6 +83,17 @@ def test_the_fastest_that_is_right_everywhere_is_found() -> None:
     assert (found.above, found.upto) == (4, 8)
     assert found.seconds == {"6": (1.0, 0.6), "8": (1.0, 0.6)}
     assert found.times == pytest.approx(1 / 0.6)
+
+
+def test_what_is_among_the_fastest_is_refined_and_humming_s_own_too() -> None:
+    times = {"own": {1: 1.0}, "good": {1: 0.8}, "good, early": {1: 0.7}, "own, early": {1: 0.5}}
+    twins = {"own": "own, early", "good": "good, early"}
+    (found,) = search(Pretended(times, twins=twins), [1])
+    assert found.schedule == {"name": "own, early"}
+    (found,) = search(Pretended(times, ["own, early"], twins=twins), [1])
+    assert found.schedule == {"name": "good, early"}
+    (found,) = search(Pretended(times, ["own, early"], ["good, early"], twins=twins), [1])
+    assert found.schedule == {"name": "good"}
 
 
 def test_what_is_hardly_faster_is_left_to_humming() -> None:

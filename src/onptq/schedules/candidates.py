@@ -11,7 +11,7 @@ FEW_ROWS = 64  # up to here a product waits for weights, beyond for arithmetic
 # Rows and columns of a tile, and columns of a warp, by bits of an activation; humming's own tile is tried too.
 WIDE_TILES = {8: ((160, 128, 16), (192, 128, 16), (96, 256, 32), (128, 256, 32)), 16: ((128, 256, 32), (192, 256, 32))}
 # Whether tiles are cut to fill the GPU, blocks that share their activations, and rows of tiles that go together.
-ORDERS = ((False, 1, 1), (False, 2, 1), (False, 1, 8), (False, 2, 8), (True, 1, 1), (True, 2, 1))
+ORDERS = ((False, 1, 1), (False, 2, 1), (False, 1, 8), (False, 2, 8), (False, 2, 16), (True, 1, 1), (True, 2, 1))
 
 FILLED = 100  # tiles that are enough for a GPU without cutting them
 NARROW_TILES = ((128, 1), (128, 2), (128, 4), (256, 1), (256, 2))  # columns, and warps that share a sum
@@ -32,6 +32,11 @@ def candidates(rows: int, own: Schedule, outputs: int, activation_bits: int) -> 
     yield from _narrow(own, outputs)
     if rows <= OLDER_ROWS:
         yield from _older(own, outputs, activation_bits)
+
+
+def early(schedule: Schedule) -> Schedule:
+    """The same, set up while the kernel before it still runs; it waits for that one's values before it reads any."""
+    return dict(schedule) | {"use_pdl": True}
 
 
 def _wide(own: Schedule, outputs: int, activation_bits: int) -> Iterator[Schedule]:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from onptq.quantizer.integer import code_range
 from onptq.runtime.humming import PADDED_COLUMNS, PADDED_OUTPUTS, check_device, quantize_rows
-from onptq.schedules.candidates import candidates
+from onptq.schedules.candidates import candidates, early
 from onptq.schedules.captured import captured_seconds
 from onptq.schedules.table import Product, Schedule
 
 COLD = 4  # times the second-level cache that weights take, so that each product finds its own in memory
 REPLAY, RATE = 2e-3, 1e15  # seconds of a captured graph, at about so many operations a second
+OTHER, BETWEEN_CALLS = 1024, 64  # of a small kernel: values, and calls by which its time is taken
+EARLY_SINCE = (9, 0)  # GPUs that can set a kernel up before the one before it has ended
 TOLERANCE = 2**-7  # of the largest value; sums may be taken in another order and are rounded to 16 bits
 
 
@@ -57,6 +59,9 @@ class HummingProduct:
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         copies = -(-COLD * cache_bytes // layer.weight.nbytes)
         self.weights = [layer.weight.data.clone() for _ in range(max(2, copies))]
+        # In a model another kernel lies between two products: they cannot overlap, and must not here.
+        self.other = torch.ones(OTHER, device=device)
+        self.between = captured_seconds(lambda call: self.other.neg_(), BETWEEN_CALLS)
         self.inputs: Callable[[int], tuple[Tensor, Tensor | None]] = cache(self._draw)
 
     def _draw(self, rows: int) -> tuple[Tensor, Tensor | None]:
@@ -73,6 +78,9 @@ class HummingProduct:
 
     def candidates(self, rows: int) -> Iterable[Schedule]:
         return candidates(rows, self.own(rows), self.product.outputs, self.activation_bits)
+
+    def refined(self, schedules: Sequence[Schedule]) -> Iterable[Schedule]:
+        return map(early, schedules) if torch.cuda.get_device_capability(self.device) >= EARLY_SINCE else ()
 
     def build(self, schedules: Sequence[Schedule]) -> list[Schedule]:
         from humming.kernel.humming import HummingKernel  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -100,7 +108,12 @@ class HummingProduct:
     def seconds(self, schedule: Schedule, rows: int) -> float:
         operations = 2 * rows * self.product.outputs * self.product.inputs
         calls = max(1, min(len(self.weights), int(REPLAY * RATE / operations)))
-        return captured_seconds(lambda call: self._multiply(self.weights[call], rows, schedule), calls)
+
+        def step(call: int) -> None:
+            self.other.neg_()
+            self._multiply(self.weights[call], rows, schedule)
+
+        return captured_seconds(step, calls) - self.between
 
     def _multiply(self, weight: Tensor, rows: int, schedule: Schedule) -> Tensor:
         from humming.forward import humming_forward  # type: ignore[import-not-found, import-untyped, unused-ignore]

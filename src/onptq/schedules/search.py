@@ -25,6 +25,8 @@ class Bench(Protocol):
 
     def candidates(self, rows: int) -> Iterable[Schedule]: ...
 
+    def refined(self, schedules: Sequence[Schedule]) -> Iterable[Schedule]: ...
+
     def build(self, schedules: Sequence[Schedule]) -> list[Schedule]: ...
 
     def right(self, schedule: Schedule, rows: int) -> bool: ...
@@ -69,15 +71,21 @@ def search(bench: Bench, rows: Sequence[int], advance: Callable[[int], None] = l
 
 def _best(bench: Bench, span: Span, tried: Sequence[Schedule]) -> Found | None:
     own = {rows: bench.own(rows) for rows in span.timed}
-    right = [one for one in tried if all(bench.right(one, rows) for rows in span.timed)]
+    right = [one for one in tried if _right(bench, span, one)]
     times = [(_ratio({rows: (1.0, bench.seconds(one, rows)) for rows in span.timed}), one) for one in right]
     finalists = [one for _, one in sorted(times, key=lambda pair: pair[0])[:FINALISTS]]
+    refined = bench.build(list(bench.refined([*finalists, own[span.timed[-1]]])))
+    finalists += [one for one in refined if _right(bench, span, one)]
     measured = [(_in_turns(bench, one, own), one) for one in finalists]
     faster = [pair for pair in measured if _worst(pair[0]) <= 1 and _ratio(pair[0]) <= 1 - LEAST]
     if not faster:
         return None
     seconds, schedule = min(faster, key=lambda pair: _ratio(pair[0]))
     return Found(span.above, span.upto, schedule, {str(rows): pair for rows, pair in seconds.items()})
+
+
+def _right(bench: Bench, span: Span, one: Schedule) -> bool:
+    return all(bench.right(one, rows) for rows in span.timed)
 
 
 def _in_turns(bench: Bench, one: Schedule, own: Mapping[int, Schedule]) -> dict[int, tuple[float, float]]:
