@@ -20,7 +20,7 @@ from onptq.evaluate.reader import open_checkpoint
 from onptq.progress import QuietReporter
 from onptq.schedules import plugin, table
 from onptq.schedules.candidates import FEW_ROWS, candidates
-from onptq.schedules.search import LEAST, Span, search, spans
+from onptq.schedules.search import LEAST, Span, search, search_gated, spans
 from onptq.schedules.shapes import joined, shapes_of
 from onptq.schedules.table import END, Found, Product, Schedule, Table, overlay
 from onptq.schedules.tune import tune
@@ -42,6 +42,7 @@ class Pretended:
     product: Product = PRODUCT
     builds: list[str] = field(default_factory=list)
     twins: Mapping[str, str] = field(default_factory=dict)
+    gates: Mapping[int, tuple[float, float] | None] = field(default_factory=dict)
 
     def own(self, rows: int) -> Schedule:
         return {"name": "own"}
@@ -61,6 +62,9 @@ class Pretended:
 
     def seconds(self, schedule: Schedule, rows: int) -> float:
         return self.times[schedule["name"]][rows]
+
+    def gated(self, rows: int) -> tuple[float, float] | None:
+        return self.gates.get(rows)
 
 
 def test_each_number_of_rows_stands_for_those_above_its_half() -> None:
@@ -99,6 +103,20 @@ def test_what_is_among_the_fastest_is_refined_and_humming_s_own_too() -> None:
 def test_what_is_hardly_faster_is_left_to_humming() -> None:
     times = {"own": {1: 1.0}, "hardly": {1: 1 - LEAST / 2}}
     assert search(Pretended(times), [1]) == []
+
+
+@pytest.mark.parametrize(
+    ("gates", "taken"),
+    [
+        ({1: (1.0, 1 + LEAST / 2), 8: (2.0, 1.0)}, True),
+        ({1: (1.0, 1.0), 8: (1.0, 1 - LEAST / 2)}, False),
+        ({1: (1.0, 1.2), 8: (2.0, 1.0)}, False),
+        ({1: None, 8: (2.0, 1.0)}, False),
+    ],
+)
+def test_gates_go_with_rounding_where_that_is_right_and_faster(gates: Any, taken: bool) -> None:
+    found = search_gated(Pretended({}, gates=gates), [8, 1])
+    assert found == ({"1": gates[1], "8": gates[8]} if taken else {})
 
 
 def test_a_schedule_is_built_once_for_all_spans() -> None:
@@ -148,21 +166,25 @@ def test_a_checkpoint_is_tuned_and_its_table_read_again(tmp_path: Path) -> None:
     def make(*arguments: Any) -> Pretended:
         made.append(arguments)
         outputs, inputs = arguments[:2]
-        return Pretended({"own": {1: 2.0}, "new": {1: 1.0}}, product=Product(outputs, inputs, "int8", "uint4"))
+        times, product = {"own": {1: 2.0}, "new": {1: 1.0}}, Product(outputs, inputs, "int8", "uint4")
+        return Pretended(times, product=product, gates={1: (2.0, 1.0)})
 
     source, out = open_checkpoint("zoo:qwen2.5-vl"), tmp_path / "deep" / "found.json"
     shapes = shapes_of(source.config)
-    path, found = tune(source, Scheme.parse("W4A8"), "float16", [1], out, QuietReporter(), make)
+    path, found, gated = tune(source, Scheme.parse("W4A8"), "float16", [1], out, QuietReporter(), make)
     assert path == out
     assert found.keys() == shapes.keys()
     assert made == [(*shape, 4, 8, 0, torch.float16) for shape in shapes.values()]
     again = Table.read(out)
     key = str(Product(*shapes["qkv_proj"], "int8", "uint4"))
     assert again.products[key] == found["qkv_proj"] == [Found(0, 1, {"name": "new"}, {"1": (2.0, 1.0)})]
+    assert again.gated == {str(Product(*shapes["down_proj"], "int8", "uint4")): gated}
+    assert gated == {"1": (2.0, 1.0)}
     again.products["another"] = []
     again.write(out)
     tune(source, Scheme.parse("W4A8"), "float16", [1], out, QuietReporter(), make)
     assert "another" in Table.read(out).products  # what another checkpoint found stays
+    assert not tune(source, Scheme.parse("W4A16"), "float16", [1], tmp_path / "16.json", QuietReporter(), make)[2]
 
 
 def test_a_table_of_another_gpu_is_not_mixed(tmp_path: Path) -> None:
@@ -198,6 +220,9 @@ def test_the_file_is_one_for_each_gpu_and_version(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ONPTQ_CACHE", str(tmp_path))
     monkeypatch.delenv(table.FILE, raising=False)
     assert table.table_path("NVIDIA H200", "0.1.17") == tmp_path / "schedules" / "nvidia-h200-humming-0.1.17.json"
+    assert not table.tables_exist()
+    Table("NVIDIA H200", "0.1.17").write(table.table_path("NVIDIA H200", "0.1.17"))
+    assert table.tables_exist()
     monkeypatch.setenv(table.FILE, str(tmp_path / "own.json"))
     assert table.table_path("NVIDIA H200", "0.1.17") == tmp_path / "own.json"
 
@@ -216,6 +241,18 @@ def test_without_a_gpu_the_command_says_so(tmp_path: Path) -> None:
     assert "is not quantized" in done.output
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, contents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Modules of these contents, and the packages they lie in."""
+    for path, values in contents.items():
+        parts = path.split(".")
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            if name not in sys.modules:
+                monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        for name, value in values.items():
+            setattr(sys.modules[path], name, value)
+
+
 @pytest.fixture
 def heuristics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A humming of which only the choice of schedules is there, and a table for one product."""
@@ -228,20 +265,17 @@ def heuristics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     class Hopper(DeviceHeuristics):
         pass
 
-    names = ("humming", "humming.tune", "humming.tune.base")
-    modules = {name: ModuleType(name) for name in names}
-    modules["humming.tune.base"].DeviceHeuristics = DeviceHeuristics  # type: ignore[attr-defined]
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    pretend(monkeypatch, {"humming.tune.base": {"DeviceHeuristics": DeviceHeuristics}})
     monkeypatch.setattr(plugin, "find_spec", lambda name: object())
     monkeypatch.setattr(plugin, "version", lambda name: "0.1.17")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
     monkeypatch.setenv(table.FILE, str(tmp_path / "found.json"))
-    plugin.schedules.cache_clear()
+    plugin.found_here.cache_clear()
     found = [Found(0, 1, {"new": 1}, {"1": (2.0, 1.0)})]
-    Table("GPU", "0.1.17", {str(Product(64, 32, "int8", "uint4")): found}).write(tmp_path / "found.json")
+    product = str(Product(64, 32, "int8", "uint4"))
+    Table("GPU", "0.1.17", {product: found}, {product: {"1": (2.0, 1.0)}}).write(tmp_path / "found.json")
     yield Hopper
-    plugin.schedules.cache_clear()
+    plugin.found_here.cache_clear()
 
 
 def layer(outputs: int = 64, num_experts: int = 0) -> SimpleNamespace:
@@ -277,6 +311,81 @@ def test_a_table_of_another_gpu_leaves_humming_as_it_is(
     plugin.register()
     assert heuristics.get_configs(layer_config=layer()) == [[0, END, {"own": "Hopper"}]]
     assert "is of GPU, humming 0.1.17; here are Another" in caplog.text
+
+
+class Linear:
+    """As vLLM's: a kernel of its own, and a pair of output and bias."""
+
+    def __init__(self, kernel: Any, outputs: int, inputs: int) -> None:
+        self.kernel, self.outputs, self.inputs = kernel, outputs, inputs
+        kernel.process_weights_after_loading(self)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.kernel.apply_weights(self, x), None
+
+
+@pytest.mark.parametrize("version", ["0.26", "0.32"])
+@pytest.mark.parametrize("outputs", [64, 128])
+def test_gates_are_multiplied_while_activations_are_rounded(
+    heuristics: Any, monkeypatch: pytest.MonkeyPatch, version: str, outputs: int
+) -> None:
+    """In vLLM's MLP with humming's rounding, both as small as can be: 64 outputs are in the table, 128 are not."""
+    asked: list[str] = []
+
+    def may_process_input(config: Any, inputs: torch.Tensor, *, activation_type: str = "none", **options: Any) -> Any:
+        asked.append(activation_type)
+        if activation_type == "binary_split":
+            gate, up = inputs.chunk(2, -1)
+            inputs = torch.nn.functional.silu(gate) * up
+        return inputs
+
+    class HummingLinearKernel:
+        def process_weights_after_loading(self, layer: Any) -> None:
+            config = SimpleNamespace(
+                shape_n=layer.outputs, shape_k=layer.inputs, a_dtype="int8", b_dtype="uint4", weight_scale_group_size=0
+            )
+            if version == "0.26":
+                layer.humming_metas = {"": config}
+            else:
+                self.layer_config = config
+            self.config = config
+            self.weight = torch.linspace(-1, 1, layer.outputs * layer.inputs).view(layer.outputs, layer.inputs)
+
+        def apply_weights(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+            processed: torch.Tensor = sys.modules["humming.forward"].may_process_input(self.config, inputs=x)
+            return processed @ self.weight.T
+
+    class Qwen2MLP:
+        def __init__(self) -> None:
+            self.gate_up_proj = Linear(HummingLinearKernel(), 64, 8)
+            self.down_proj = Linear(HummingLinearKernel(), outputs, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate, up = self.gate_up_proj(x)[0].chunk(2, -1)
+            return self.down_proj(torch.nn.functional.silu(gate) * up)[0]
+
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    pretend(
+        monkeypatch,
+        {
+            "humming.forward": {"may_process_input": may_process_input},
+            "vllm.model_executor.kernels.linear.mixed_precision.humming": {"HummingLinearKernel": HummingLinearKernel},
+            "vllm.model_executor.models.qwen2": {"Qwen2MLP": Qwen2MLP},
+        },
+    )
+    monkeypatch.setattr(sys.modules["humming"], "forward", sys.modules["humming.forward"], raising=False)
+    expected = Qwen2MLP().forward(x)
+    for _ in range(2):
+        plugin.register()
+    asked.clear()
+    assert torch.equal(Qwen2MLP().forward(x), expected)
+    assert asked == ["none", "binary_split" if outputs == 64 else "none"]
+
+
+def test_another_vllm_keeps_its_gates(heuristics: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plugin.register()
+    assert "gated products stay apart" in caplog.text
+    assert heuristics.get_configs(layer_config=layer())[0] == [0, 1, {"new": 1}]
 
 
 def test_without_humming_the_plugin_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from onptq.cli.quantize import make_reporter
 from onptq.errors import OnPTQError
+from onptq.schedules.table import Seconds, mean_ratio
 
 
 def tune(
@@ -48,13 +49,21 @@ def tune(
     if quantization is None or quantization.scheme is None:
         raise OnPTQError(f"{folder} is not quantized in a way that OnPTQ knows; expected W4A8, W4A16 or W8A8")
     stated = Variant("", source, quantization.scheme).dtype
-    path, found = run(source, quantization.scheme, dtype or stated, rows or ROWS, out, make_reporter(quiet, False))
+    path, found, gated = run(
+        source, quantization.scheme, dtype or stated, rows or ROWS, out, make_reporter(quiet, False)
+    )
     for name, spans in found.items():
         for one in spans:
-            own, best = one.seconds[max(one.seconds, key=int)]
-            typer.echo(
-                f"{name:13} {max(one.seconds, key=int):>6} rows  {1e6 * own:9.1f} -> {1e6 * best:9.1f} us  {one.times:.2f}x"
-            )
+            typer.echo(_line(name, one.seconds))
         if not spans:
             typer.echo(f"{name:13} humming's own are the fastest that were tried")
+    if gated:
+        typer.echo(_line("gate, round", gated))
     typer.echo(f"written: {path}")
+
+
+def _line(name: str, seconds: Seconds) -> str:
+    """At the most rows that were timed; the ratio is the mean over all."""
+    most = max(seconds, key=int)
+    own, best = seconds[most]
+    return f"{name:13} {most:>6} rows  {1e6 * own:9.1f} -> {1e6 * best:9.1f} us  {mean_ratio(seconds):.2f}x"

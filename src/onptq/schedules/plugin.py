@@ -1,4 +1,4 @@
-"""What vLLM calls at its start (entry point `vllm.general_plugins`): humming then takes the schedules that `onptq tune` found."""
+"""What vLLM calls at its start (entry point `vllm.general_plugins`): it then takes what `onptq tune` found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from onptq.errors import OnPTQError
-from onptq.schedules.table import Product, Table, overlay, table_path
+from onptq.schedules import gated
+from onptq.schedules.table import Product, Table, overlay, table_path, tables_exist
 
 PACKAGE = "humming-kernels"
 MARK = "_onptq_schedules"  # of what took the place of humming's function: vLLM may call more than once in a process
@@ -19,8 +20,13 @@ logger = logging.getLogger("onptq")
 
 def register() -> None:
     """Without humming, or without a file for this GPU and this version of it, nothing changes."""
-    if find_spec("humming") is None:
+    if find_spec("humming") is None or not tables_exist():
         return
+    _register_schedules()
+    gated.register(lambda: found_here().gated)
+
+
+def _register_schedules() -> None:
     from humming.tune.base import DeviceHeuristics  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     own = DeviceHeuristics.get_configs
@@ -30,7 +36,9 @@ def register() -> None:
     def get_configs(cls: Any, layer_config: Any, *args: Any, **options: Any) -> Any:
         intervals = own.__func__(cls, layer_config, *args, **options)
         plain = not any(options.get(name) for name in ("use_f16_accum", "use_batch_invariant")) and not args
-        found = schedules().get(str(Product.of(layer_config))) if plain and not layer_config.num_experts else None
+        found = (
+            found_here().products.get(str(Product.of(layer_config))) if plain and not layer_config.num_experts else None
+        )
         return overlay(intervals, found) if found else intervals
 
     setattr(get_configs, MARK, True)
@@ -38,19 +46,19 @@ def register() -> None:
 
 
 @cache
-def schedules() -> dict[str, Any]:
-    """Of this GPU, read when the first kernel is chosen; a file that cannot be read is said once and left."""
+def found_here() -> Table:
+    """On this GPU, read when the first weights are there; a file that cannot be read is said once and left."""
     import torch
 
     try:
         here = torch.cuda.get_device_name(), version(PACKAGE)
         path = table_path(*here)
         if not path.is_file():
-            return {}
+            return Table(*here)
         table = Table.read(path)
         table.check(path, *here)
     except (OnPTQError, PackageNotFoundError) as error:
         logger.warning("%s", error)
-        return {}
+        return Table("", "")
     logger.info("schedules of %d products from %s", len(table.products), path)
-    return dict(table.products)
+    return table

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from onptq.schedules.table import END, Found, Product, Schedule
+from onptq.schedules.table import END, Found, Product, Schedule, Seconds
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BEYOND = 8192  # rows from which on all products are alike
@@ -32,6 +32,9 @@ class Bench(Protocol):
     def right(self, schedule: Schedule, rows: int) -> bool: ...
 
     def seconds(self, schedule: Schedule, rows: int) -> float: ...
+
+    def gated(self, rows: int) -> tuple[float, float] | None:
+        """Seconds of a gated product and of rounding it: one after the other, and as one; None where these differ."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,14 @@ def search(bench: Bench, rows: Sequence[int], advance: Callable[[int], None] = l
             found.append(best)
         advance(1)
     return found
+
+
+def search_gated(bench: Bench, rows: Sequence[int]) -> Seconds:
+    """Nothing unless it is right and not slower at any number of rows, and worth it at one."""
+    seen = {str(one): bench.gated(one) for one in sorted(set(rows))}
+    found = {name: pair for name, pair in seen.items() if pair is not None and pair[1] <= (1 + LEAST) * pair[0]}
+    worth = any(together <= (1 - LEAST) * apart for apart, together in found.values())
+    return found if worth and len(found) == len(seen) else {}
 
 
 def _best(bench: Bench, span: Span, tried: Sequence[Schedule]) -> Found | None:

@@ -1,4 +1,5 @@
-"""What was found on a GPU: for a product and a number of rows, the schedule that takes the place of humming's own.
+"""What was found on a GPU: for a product and a number of rows, the schedule that takes the place of humming's own, and the
+products whose activations are better multiplied by their gates while they are rounded.
 
 Standard library only: vLLM reads this in its own environment.
 """
@@ -21,6 +22,7 @@ FILE = "ONPTQ_SCHEDULES"
 END = 1 << 30  # more rows than any product has
 
 Schedule = Mapping[str, Any]  # tile shapes, stages and the like, as humming names them
+Seconds = Mapping[str, tuple[float, float]]  # rows -> as it was, as it was found
 Interval = tuple[int, int, Schedule]  # for products of more rows than the first number, up to the second
 
 
@@ -51,11 +53,15 @@ class Found:
     above: int
     upto: int
     schedule: Schedule
-    seconds: Mapping[str, tuple[float, float]]  # rows -> humming's own, this one
+    seconds: Seconds
 
     @property
     def times(self) -> float:
-        return sum(own / found for own, found in self.seconds.values()) / len(self.seconds)
+        return mean_ratio(self.seconds)
+
+
+def mean_ratio(seconds: Seconds) -> float:
+    return sum(own / found for own, found in seconds.values()) / len(seconds)
 
 
 @dataclass
@@ -63,13 +69,15 @@ class Table:
     device: str
     humming: str
     products: dict[str, list[Found]] = field(default_factory=dict)
+    gated: dict[str, Seconds] = field(default_factory=dict)  # of rounding, the gated product before it included
 
     @classmethod
     def read(cls, path: Path) -> Table:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             products = {name: [_read_found(one) for one in found] for name, found in values["products"].items()}
-            return cls(values["device"], values["humming"], products)
+            gated = {name: _read_seconds(seconds) for name, seconds in values.get("gated", {}).items()}
+            return cls(values["device"], values["humming"], products, gated)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise OnPTQError(
                 f"cannot read schedules from {path}: {error!r}; `onptq tune FOLDER` writes them"
@@ -94,15 +102,27 @@ def _read_found(values: Mapping[str, Any]) -> Found:
             one is None or isinstance(one, int) or re.fullmatch(r"[a-z0-9_]{1,32}", one) for one in [name, *words]
         ):
             raise ValueError(f"{name}: {value!r} is no part of a schedule")
-    seconds = {str(rows): (float(own), float(found)) for rows, (own, found) in values["seconds"].items()}
-    return Found(int(values["above"]), int(values["upto"]), values["schedule"], seconds)
+    return Found(int(values["above"]), int(values["upto"]), values["schedule"], _read_seconds(values["seconds"]))
+
+
+def _read_seconds(values: Mapping[str, Any]) -> Seconds:
+    return {str(rows): (float(own), float(found)) for rows, (own, found) in values.items()}
 
 
 def table_path(device: str, humming: str) -> Path:
     if named := os.environ.get(FILE):
         return Path(named).expanduser()
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device} humming {humming}").lower()
-    return cache_folder() / "schedules" / f"{name}.json"
+    return _folder() / f"{name}.json"
+
+
+def tables_exist() -> bool:
+    """Of whatever GPU: to ask which one is here takes its driver."""
+    return FILE in os.environ or any(_folder().glob("*.json"))
+
+
+def _folder() -> Path:
+    return cache_folder() / "schedules"
 
 
 def overlay(own: Sequence[Interval], found: Sequence[Found]) -> list[list[Any]]:

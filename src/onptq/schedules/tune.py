@@ -13,10 +13,12 @@ from onptq.errors import OnPTQError
 from onptq.models.loading import DTYPES, Source
 from onptq.progress import Reporter
 from onptq.schedules.plugin import PACKAGE
-from onptq.schedules.search import Bench, search
+from onptq.schedules.search import Bench, search, search_gated
 from onptq.schedules.shapes import shapes_of
-from onptq.schedules.table import Found, Table, table_path
+from onptq.schedules.table import Found, Seconds, Table, table_path
 from onptq.schemes import Scheme
+
+GATED = "down_proj"  # its activations are a gated product
 
 MakeBench = Callable[[int, int, int, int, int, torch.dtype], Bench]
 
@@ -29,8 +31,8 @@ def tune(
     path: Path | None,
     reporter: Reporter,
     make: MakeBench | None = None,
-) -> tuple[Path, dict[str, list[Found]]]:
-    """By linear what was found. `make` is humming on the GPU unless something else is to be timed."""
+) -> tuple[Path, dict[str, list[Found]], Seconds]:
+    """By linear what was found, and of the gated product. `make` is humming on the GPU unless something else is to be timed."""
     if dtype not in DTYPES:
         raise OnPTQError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if scheme.activation_bits not in (8, 16) or scheme.weight_bits > 8:
@@ -45,15 +47,20 @@ def tune(
         known.check(path, table.device, table.humming)
         table = known
     shapes = shapes_of(source.config)
-    found = {}
+    found: dict[str, list[Found]] = {}
+    gated: Seconds = {}
     with reporter.phase("Tune", total=len(shapes) * len(set(rows)), unit="spans of rows") as bar:
         for name, (outputs, inputs) in shapes.items():
             bits = scheme.weight_bits, scheme.activation_bits
             bench = make(outputs, inputs, *bits, scheme.group_size or 0, DTYPES[dtype])
             found[name] = search(bench, rows, bar.advance)
             table.products[str(bench.product)] = found[name]
+            if name == GATED and scheme.activation_bits == 8:
+                gated = search_gated(bench, rows)
+                table.gated.pop(str(bench.product), None)
+                table.gated |= {str(bench.product): gated} if gated else {}
             table.write(path)
-    return path, found
+    return path, found, gated
 
 
 def _humming() -> tuple[MakeBench, Table]:
