@@ -14,9 +14,11 @@ import oracles
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onptq.kernels.activations
 import onptq.kernels.decisions
+import onptq.kernels.gated
 import onptq.kernels.weights
 from onptq import kernels
 from onptq.bank import Trajectory
@@ -29,7 +31,7 @@ from onptq.kernels.decisions import decide_states, kl_of_states, margin_of_state
 from onptq.models.loading import find_source
 from onptq.models.processing import PromptProcessor
 from onptq.policy import Policy, load_policy
-from onptq.quantizer.integer import fake_quantize_activations
+from onptq.quantizer.integer import fake_quantize_activations, quantize_tokens
 from onptq.quantizer.theta import Theta
 from onptq.quantizer.weights import dequantize, fake_quantize_weight, weight_codes
 from onptq.schemes import Scheme
@@ -133,6 +135,33 @@ def weights(scheme: Scheme, columns: int, storage: torch.dtype) -> tuple[Tensor,
 
 
 PARTS = {"ratio": (2,), "smoothing": (0, 2), "both sides": (0, 1, 2), "offset": (2, 3), "all": (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 37), (3, 1184), (5, 96), (2, 4096), (6, 3000)])
+def test_gated_products_become_codes_as_plainly(rows: int, width: int, dtype: torch.dtype) -> None:
+    pairs = normal(rows, 2 * width, seed=width)
+    pairs[-1] *= 0 if rows > 2 else 20
+    pairs = pairs.to(dtype)
+    gate, up = pairs.double().chunk(2, -1)
+    exact = gate * torch.sigmoid(gate) * up
+    codes, step = onptq.kernels.gated.gated_codes(pairs)
+    plain_codes, plain_step = quantize_tokens(exact.to(dtype), 8)
+    assert (codes.dtype, step.dtype, step.shape) == (torch.int8, torch.float32, (rows, 1))
+    torch.testing.assert_close(step, plain_step.float(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert int((codes.int() - plain_codes.int()).abs().max()) <= 1  # by the last digits of what lies between two codes
+    rounded = 128 * torch.finfo(dtype).eps  # of a step, which the product was off before, in 16 bits
+    assert bool(((codes.double() * step - exact).abs() <= (0.5 + rounded) * step).all())
+
+
+def test_the_operator_says_the_shapes_it_gives() -> None:
+    gated = onptq.kernels.gated.operator()
+    pairs = normal(3, 64).half()
+    with FakeTensorMode() as mode:
+        said = gated(mode.from_tensor(pairs))
+    for one, found in zip(said, gated(pairs), strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (found.shape, found.stride(), found.dtype)
+    assert onptq.kernels.gated.operator() is gated
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)

@@ -332,12 +332,14 @@ def test_gates_are_multiplied_while_activations_are_rounded(
     """In vLLM's MLP with humming's rounding, both as small as can be: 64 outputs are in the table, 128 are not."""
     asked: list[str] = []
 
-    def may_process_input(config: Any, inputs: torch.Tensor, *, activation_type: str = "none", **options: Any) -> Any:
-        asked.append(activation_type)
-        if activation_type == "binary_split":
-            gate, up = inputs.chunk(2, -1)
-            inputs = torch.nn.functional.silu(gate) * up
-        return inputs
+    def may_process_input(config: Any, inputs: torch.Tensor, **options: Any) -> Any:
+        asked.append("apart")
+        return inputs, None, torch.ones(1)
+
+    def gated_codes(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append("together")
+        gate, up = pairs.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up, torch.ones(1)
 
     class HummingLinearKernel:
         def process_weights_after_loading(self, layer: Any) -> None:
@@ -352,8 +354,8 @@ def test_gates_are_multiplied_while_activations_are_rounded(
             self.weight = torch.linspace(-1, 1, layer.outputs * layer.inputs).view(layer.outputs, layer.inputs)
 
         def apply_weights(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-            processed: torch.Tensor = sys.modules["humming.forward"].may_process_input(self.config, inputs=x)
-            return processed @ self.weight.T
+            codes, _, step = sys.modules["humming.forward"].may_process_input(self.config, inputs=x)
+            return codes * step @ self.weight.T
 
     class Qwen2MLP:
         def __init__(self) -> None:
@@ -371,6 +373,7 @@ def test_gates_are_multiplied_while_activations_are_rounded(
             "humming.forward": {"may_process_input": may_process_input},
             "vllm.model_executor.kernels.linear.mixed_precision.humming": {"HummingLinearKernel": HummingLinearKernel},
             "vllm.model_executor.models.qwen2": {"Qwen2MLP": Qwen2MLP},
+            "onptq.kernels.gated": {"operator": lambda: gated_codes},
         },
     )
     monkeypatch.setattr(sys.modules["humming"], "forward", sys.modules["humming.forward"], raising=False)
@@ -379,7 +382,7 @@ def test_gates_are_multiplied_while_activations_are_rounded(
         plugin.register()
     asked.clear()
     assert torch.equal(Qwen2MLP().forward(x), expected)
-    assert asked == ["none", "binary_split" if outputs == 64 else "none"]
+    assert asked == ["apart", "together" if outputs == 64 else "apart"]
 
 
 def test_another_vllm_keeps_its_gates(heuristics: Any, caplog: pytest.LogCaptureFixture) -> None:

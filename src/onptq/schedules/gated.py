@@ -1,6 +1,6 @@
-"""An MLP's gated product as part of rounding it: humming reads gate and up and writes codes, instead of vLLM writing their
-product in 16 bits and humming reading it again. vLLM leaves its own activation out where a linear is marked, and the linear's
-input is then twice as wide as its weight, which is how the product is asked for. One rounding to 16 bits is left out."""
+"""An MLP's gated product as part of rounding it: one kernel reads gates and what they multiply and writes codes, instead of vLLM
+writing the product in 16 bits and humming reading it again. vLLM leaves its own activation out where a linear is marked; what
+enters the linear is then twice as wide as its weight, and so asks for the product."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from onptq.schedules.table import Product
 
-SILU = {"activation_type": "binary_split", "activation_impl": "(a / (1.f + expf(-a))) * b"}
 MARK = "_onptq_gated"
 
 logger = logging.getLogger("onptq")
@@ -28,16 +27,22 @@ def register(chosen: Callable[[], Container[str]]) -> None:
         logger.warning("gated products stay apart from rounding: this vLLM or humming is another (%s)", error)
         return
     if not hasattr(Qwen2MLP.forward, MARK):
-        _multiply_pairs(forward)
+        from onptq.kernels.gated import operator
+
+        _multiply_pairs(forward, operator())
         _mark_linears(HummingLinearKernel, chosen)
         _leave_products_out(Qwen2MLP)
 
 
-def _multiply_pairs(forward: Any) -> None:
+def _multiply_pairs(forward: Any, codes: Callable[[Any], tuple[Any, Any]]) -> None:
     own = forward.may_process_input
 
     def may_process_input(config: Any, inputs: Any, **options: Any) -> Any:
-        return own(config, inputs, **(options | SILU if inputs.shape[-1] == 2 * config.shape_k else options))
+        """Codes, steps of groups and steps of tokens."""
+        if inputs.shape[-1] != 2 * config.shape_k:
+            return own(config, inputs, **options)
+        found, step = codes(inputs)
+        return found, None, step
 
     forward.may_process_input = may_process_input
 

@@ -17,14 +17,13 @@ from onptq.quantizer.integer import code_range
 from onptq.runtime.humming import PADDED_COLUMNS, PADDED_OUTPUTS, check_device, quantize_rows
 from onptq.schedules.candidates import candidates, early
 from onptq.schedules.captured import captured_seconds
-from onptq.schedules.gated import SILU
 from onptq.schedules.table import Product, Schedule
 
 COLD = 4  # times the second-level cache that weights take, so that each product finds its own in memory
 REPLAY, RATE = 2e-3, 1e15  # seconds of a captured graph, at about so many operations a second
 OTHER, BETWEEN_CALLS = 1024, 64  # of a small kernel: values, and calls by which its time is taken
 EARLY_SINCE = (9, 0)  # GPUs that can set a kernel up before the one before it has ended
-HALF = 0.505  # of a step, which rounding may be off, and something for the last digits of float32
+HALF = 0.6  # of a step, which codes may be off: a half, and the product was rounded to 16 bits
 GATED_CALLS = 4
 TOLERANCE = 2**-7  # of the largest value; sums may be taken in another order and are rounded to 16 bits
 
@@ -139,16 +138,17 @@ class HummingProduct:
     def gated(self, rows: int) -> tuple[float, float] | None:
         from humming.forward import may_process_input  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-        columns = self.product.inputs
-        pairs = torch.randn(rows, 2 * columns, device=self.device).to(self.dtype)
-        codes, _, step = may_process_input(self.config, pairs, **SILU)
-        exact = _gated_product(pairs.float())
-        if not bool(((codes.float() * step - exact).abs() <= HALF * step).all()):  # false where it is no number
+        from onptq.kernels.gated import gated_codes
+
+        pairs = torch.randn(rows, 2 * self.product.inputs, device=self.device).to(self.dtype)
+        codes, step = gated_codes(pairs)
+        error = codes.float() * step - _gated_product(pairs.float())
+        if not bool((error.abs() <= HALF * step).all()):  # false where it is no number
             return None
-        del exact
-        product = torch.compile(_gated_product, dynamic=True)
+        del error
+        product = torch.compile(_gated_product, dynamic=False)
         apart = captured_seconds(lambda call: may_process_input(self.config, product(pairs)), GATED_CALLS)
-        together = captured_seconds(lambda call: may_process_input(self.config, pairs, **SILU), GATED_CALLS)
+        together = captured_seconds(lambda call: gated_codes(pairs), GATED_CALLS)
         return apart, together
 
 
