@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onptq.kernels.activations
 import onptq.kernels.decisions
+import onptq.kernels.descent
 import onptq.kernels.gated
 import onptq.kernels.weights
 from onptq import kernels
@@ -28,6 +29,7 @@ from onptq.cycle.objective import Targets, make_items, measure
 from onptq.cycle.prefixes import Prefixes
 from onptq.data.manifest import load_manifest
 from onptq.kernels.decisions import decide_states, kl_of_states, margin_of_states
+from onptq.methods.signround import signed_step
 from onptq.models.loading import find_source
 from onptq.models.processing import PromptProcessor
 from onptq.policy import Policy, load_policy
@@ -135,6 +137,19 @@ def weights(scheme: Scheme, columns: int, storage: torch.dtype) -> tuple[Tensor,
 
 
 PARTS = {"ratio": (2,), "smoothing": (0, 2), "both sides": (0, 1, 2), "offset": (2, 3), "all": (0, 1, 2, 3)}
+
+
+def test_signed_steps_are_the_plain_ones(choose: Callable[[str], None]) -> None:
+    gradient, start = normal(70, 101, seed=1), normal(70, 101, seed=2) / 2
+    gradient[:3], gradient[3, :3] = 0, torch.tensor([torch.nan, torch.inf, -torch.inf])
+    moved = []
+    for who in ("kernels", "twins"):
+        choose(who)
+        moved.append(start.clone())
+        signed_step(moved[-1], gradient.clone(), 0.013, -0.5, 0.5)
+    assert torch.equal(*moved)
+    assert bool((moved[0][4:] != start[4:]).all())
+    assert float(moved[0].abs().max()) == 0.5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from onptq.methods.gptq import gptq
 from onptq.methods.layerwise import Stream, replaced
-from onptq.methods.signround import signround
+from onptq.methods.signround import looks, signround
 from onptq.models.structure import LINEARS
 from onptq.quantizer.integer import code_range
 from onptq.quantizer.theta import OFFSET_RANGE, RATIO_RANGE, Theta
@@ -72,6 +72,14 @@ def test_a_step_follows_the_sign_of_the_gradient(bed, monkeypatch: pytest.Monkey
         assert torch.equal(
             theta.ratio[path][clear].double(), (-RATE * ratio.sign()).clamp(*RATIO_RANGE)[clear].float().double()
         ), path
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [(0, []), (1, [1]), (7, [4, 5, 6, 7]), (100, [60, 70, 80, 90, 100]), (205, range(105, 206, 20))],
+)
+def test_blocks_look_at_their_error_in_the_second_half_and_at_the_end(steps: int, expected) -> None:
+    assert sorted(looks(steps)) == list(expected)
 
 
 def keep_the_last(self) -> None:

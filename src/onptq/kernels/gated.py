@@ -21,7 +21,8 @@ from onptq.quantizer.integer import code_range
 
 BITS = 8
 STEP_ROWS = 4  # steps are read so many at a time by those who multiply
-VARIANT, COLUMNS, WARPS = "held", 4096, 16
+WARPS = 16
+LEAST = 16  # columns of a part
 
 
 def gated_codes(pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,14 +33,19 @@ def gated_codes(pairs: Tensor) -> tuple[Tensor, Tensor]:
     low, high = code_range(BITS)
     grid = {"LOW": low, "HIGH": high, "HALF": (2**BITS - 1) / 2, "EPS": torch.finfo(pairs.dtype).eps}
     with launching_on(pairs):
-        if VARIANT == "held":
-            first = 1 << (width.bit_length() - 1)
-            second = max(16, 1 << ((width - first).bit_length() - 1)) if width > first else 16
-            third = max(16, triton.next_power_of_2(max(1, width - first - second)))
-            _held[(rows,)](pairs, codes, steps, width, **grid, A=first, B=second, C=third, num_warps=WARPS)
-        else:
-            _twice[(rows,)](pairs, codes, steps, width, **grid, COLUMNS=COLUMNS, num_warps=WARPS)
+        _gated[(rows,)](pairs, codes, steps, width, **grid, **_parts(width), num_warps=WARPS)
     return codes, steps
+
+
+def _parts(width: int) -> dict[str, int]:
+    """Three powers of two that hold a row: 18,944 columns are 16,384 and 2,048 and 512."""
+    first = max(LEAST, 1 << (width.bit_length() - 1))
+    second = max(LEAST, 1 << (max(1, width - first).bit_length() - 1))
+    return {
+        "FIRST": first,
+        "SECOND": second,
+        "THIRD": max(LEAST, triton.next_power_of_2(max(1, width - first - second))),
+    }
 
 
 @cache
@@ -58,59 +64,42 @@ def operator() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 @triton.jit
-def _product(pairs_ptr, start, column, width):
+def _product(pairs_ptr, column, width):
     inside = column < width
-    gate = tl.load(pairs_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(pairs_ptr + start + width + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(pairs_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(pairs_ptr + width + column, mask=inside, other=0.0).to(tl.float32)
     return (gate * tl.sigmoid(gate) * up).to(pairs_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def _step(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr):
-    step = tl.div_rn(top, top * 0 + HALF).to(DTYPE).to(tl.float32)
-    return tl.where(step == 0, EPS, step)
-
-
-@triton.jit
-def _store(codes_ptr, at, column, width, product, per_step, LOW: tl.constexpr, HIGH: tl.constexpr):
+def _store_codes(codes_ptr, column, width, product, per_step, LOW: tl.constexpr, HIGH: tl.constexpr):
     code = tl.minimum(tl.maximum(rounded(product * per_step), LOW), HIGH)
-    tl.store(codes_ptr + at + column, code.to(tl.int8), mask=column < width)
+    tl.store(codes_ptr + column, code.to(tl.int8), mask=column < width)
 
 
 @triton.jit
-def _held(
-    pairs_ptr, codes_ptr, steps_ptr, width,
-    LOW: tl.constexpr, HIGH: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def _gated(
+    pairs_ptr,
+    codes_ptr,
+    steps_ptr,
+    width,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    HALF: tl.constexpr,
+    EPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+):
+    """A row, whose products stay in registers between its largest and its codes."""
     row = tl.program_id(0).to(tl.int64)
-    start, at = 2 * row * width, row * width
-    a, b, c = tl.arange(0, A), A + tl.arange(0, B), A + B + tl.arange(0, C)
-    x = _product(pairs_ptr, start, a, width)
-    y = _product(pairs_ptr, start, b, width)
-    z = _product(pairs_ptr, start, c, width)
+    pairs_ptr, codes_ptr = pairs_ptr + 2 * row * width, codes_ptr + row * width
+    a, b, c = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND), FIRST + SECOND + tl.arange(0, THIRD)
+    x, y, z = _product(pairs_ptr, a, width), _product(pairs_ptr, b, width), _product(pairs_ptr, c, width)
     top = tl.maximum(tl.maximum(tl.max(tl.abs(x), 0), tl.max(tl.abs(y), 0)), tl.max(tl.abs(z), 0))
-    step = _step(top, HALF, EPS, pairs_ptr.dtype.element_ty)
+    step = tl.div_rn(top, top * 0 + HALF).to(pairs_ptr.dtype.element_ty).to(tl.float32)
+    step = tl.where(step == 0, EPS, step)
     tl.store(steps_ptr + row, step)
-    per_step = 1.0 / step
-    _store(codes_ptr, at, a, width, x, per_step, LOW, HIGH)
-    _store(codes_ptr, at, b, width, y, per_step, LOW, HIGH)
-    _store(codes_ptr, at, c, width, z, per_step, LOW, HIGH)
-
-
-@triton.jit
-def _twice(
-    pairs_ptr, codes_ptr, steps_ptr, width,
-    LOW: tl.constexpr, HIGH: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    start, at, column = 2 * row * width, row * width, tl.arange(0, COLUMNS)
-    tops = tl.zeros([COLUMNS], tl.float32)
-    for first in range(0, width, COLUMNS):
-        tops = tl.maximum(tops, tl.abs(_product(pairs_ptr, start, first + column, width)))
-    step = _step(tl.max(tops, 0), HALF, EPS, pairs_ptr.dtype.element_ty)
-    tl.store(steps_ptr + row, step)
-    per_step = 1.0 / step
-    for first in range(0, width, COLUMNS):
-        product = _product(pairs_ptr, start, first + column, width)
-        _store(codes_ptr, at, first + column, width, product, per_step, LOW, HIGH)
+    _store_codes(codes_ptr, a, width, x, 1.0 / step, LOW, HIGH)
+    _store_codes(codes_ptr, b, width, y, 1.0 / step, LOW, HIGH)
+    _store_codes(codes_ptr, c, width, z, 1.0 / step, LOW, HIGH)

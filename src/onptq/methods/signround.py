@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from onptq import kernels
 from onptq.bank import Trajectory
 from onptq.methods.activations import lent
 from onptq.methods.layerwise import Stream, answer_prompts
@@ -24,7 +25,7 @@ from onptq.quantizer.theta import OFFSET_RANGE, RATIO_RANGE, Theta
 
 STEPS = 200  # of each block
 BATCH = 8  # prompts a step
-LOOKS = 10  # how often the error over all prompts is taken, to keep the best
+LOOKS = 5  # how often the error over all prompts is taken, to keep the best
 
 
 @torch.no_grad()
@@ -68,6 +69,12 @@ def _streams(policy: Policy, sequences: Sequence[EncodedPrompt]) -> list[Stream]
     return [Stream(policy, ordered[first : first + BATCH]) for first in range(0, len(ordered), BATCH)]
 
 
+def looks(steps: int) -> list[int]:
+    """The steps after which a block looks at its error over all prompts: in the second half, when rates are small."""
+    apart = max(1, steps // (2 * LOOKS))
+    return [step for step in range(steps, steps // 2, -1) if (steps - step) % apart == 0]
+
+
 class _Learner:
     """Works on one block's share of theta, in place."""
 
@@ -84,12 +91,13 @@ class _Learner:
             self.theta.offset[path] = torch.zeros(weight.shape, device=weight.device)
             self.theta.ratio[path] = self.theta.ratio[path].clone()
         learned = [part[path] for part in (self.theta.offset, self.theta.ratio) for path in self.paths]
+        considered = looks(steps)
         order = torch.Generator().manual_seed(self.block.index)
         for step in range(steps):
             if step % len(self.streams) == 0:
                 queue = torch.randperm(len(self.streams), generator=order).tolist()
             self._descend(learned, queue.pop(), (1 - step / steps) / steps)
-            if (step + 1) % max(1, steps // LOOKS) == 0 or step + 1 == steps:
+            if step + 1 in considered:
                 self._consider()
         for path in self.paths:
             self.theta.ratio[path] = self.best[1][path]
@@ -101,11 +109,9 @@ class _Learner:
             parameter.requires_grad_()
         with torch.enable_grad():
             gradients = torch.autograd.grad(self._error(index), learned)
-        for parameter, gradient in zip(learned, gradients, strict=True):
-            parameter.requires_grad_(False).sub_(gradient.sign_(), alpha=rate)
-        for path in self.paths:
-            self.theta.offset[path].clamp_(*OFFSET_RANGE)
-            self.theta.ratio[path].clamp_(*RATIO_RANGE)
+        ranges = (OFFSET_RANGE,) * len(self.paths) + (RATIO_RANGE,) * len(self.paths)
+        for parameter, gradient, bounds in zip(learned, gradients, ranges, strict=True):
+            signed_step(parameter.requires_grad_(False), gradient, rate, *bounds)
 
     def _consider(self) -> None:
         """Keep the block's share of theta if no other had a smaller error over all prompts."""
@@ -122,3 +128,13 @@ class _Learner:
         stream = self.streams[index]
         difference = stream.run(self.block).float() - self.targets[index].float()
         return (difference.square() * stream.real[..., None]).sum()  # choosing the real ones would wait for the GPU
+
+
+def signed_step(parameter: Tensor, gradient: Tensor, rate: float, low: float, high: float) -> None:
+    """The parameter moves against the gradient's sign, in place, and stays between its bounds."""
+    if kernels.fit(parameter, gradient, dtypes={torch.float32}):
+        from onptq.kernels import descent
+
+        descent.signed_step(parameter, gradient.contiguous(), rate, low, high)
+    else:
+        parameter.sub_(gradient.sign(), alpha=rate).clamp_(low, high)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onptq.methods.layerwise import RESPONSE_TOKENS
-from onptq.methods.signround import BATCH, LOOKS, STEPS
+from onptq.methods.signround import BATCH, STEPS, looks
 from onptq.models.family import thinker_config
 from onptq.models.loading import Source
 from onptq.models.processing import SETTINGS_FILES, context_length
@@ -64,7 +64,7 @@ class Work:
     @property
     def start_looks(self) -> int:
         """How often each block's error over all prompts is taken: before the first step, and after some."""
-        return 1 + ceil(self.start_steps / max(1, self.start_steps // LOOKS))
+        return 1 + len(looks(self.start_steps))
 
     @property
     def every(self) -> int:

@@ -23,7 +23,7 @@ COLD = 4  # times the second-level cache that weights take, so that each product
 REPLAY, RATE = 2e-3, 1e15  # seconds of a captured graph, at about so many operations a second
 OTHER, BETWEEN_CALLS = 1024, 64  # of a small kernel: values, and calls by which its time is taken
 EARLY_SINCE = (9, 0)  # GPUs that can set a kernel up before the one before it has ended
-HALF = 0.6  # of a step, which codes may be off: a half, and the product was rounded to 16 bits
+OFF = 0.65  # of a step, which codes may be off: a half and, of the largest values, what 16 bits leave of them and of the step
 GATED_CALLS = 4
 TOLERANCE = 2**-7  # of the largest value; sums may be taken in another order and are rounded to 16 bits
 
@@ -143,7 +143,7 @@ class HummingProduct:
         pairs = torch.randn(rows, 2 * self.product.inputs, device=self.device).to(self.dtype)
         codes, step = gated_codes(pairs)
         error = codes.float() * step - _gated_product(pairs.float())
-        if not bool((error.abs() <= HALF * step).all()):  # false where it is no number
+        if not bool((error.abs() <= OFF * step).all()):  # false where it is no number
             return None
         del error
         product = torch.compile(_gated_product, dynamic=False)
