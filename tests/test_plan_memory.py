@@ -35,7 +35,7 @@ RECIPE = {
     "data.prompts": 4,
     "data.holdout": 1,
     "follow.max_tokens": 8,
-    "calibrate.epochs": 1,
+    "calibrate.epochs": 2,  # from the second update on an optimizer has its moments
     "calibrate.evaluations": 1,
     "compute.device": "cpu",
 }

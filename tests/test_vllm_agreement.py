@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,9 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import vllm_agreement as agreement
 from gpu_calibration import tiny_shape
 
+from onptq import kernels
 from onptq.bench.timing import draw_prompts
 from onptq.errors import OnPTQError
 from onptq.models.loading import find_source, load_model
+from onptq.quantizer import integer
 from onptq.zoo.published import find_published, write_published
 
 
@@ -60,6 +63,22 @@ def test_large_channels_leave_the_model_and_make_rounded_activations_tell(model:
         where: (said[where, "W8A8"][0] - said[where, "W8A16"][0]).abs().mean() for where in ("as drawn", "large")
     }
     assert changed["large"] > 4 * changed["as drawn"]
+
+
+def test_steps_as_humming_takes_them_change_little_and_are_gone_afterwards(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(kernels.SWITCH, "auto")
+    texts, large = draw_prompts(3, 24, 512), agreement.enlarge(model, 2, 64, tmp_path / "large")
+    ours, alone = (agreement.simulate(large, name, texts) for name in ("W8A8", "W8A16"))
+    x = torch.tensor([[1.0, -254.0], [0.0, 0.0]])
+    with agreement.humming_steps():
+        assert integer.token_steps(x, 8).tolist() == [[2.0], [1.0]]
+        theirs = agreement.simulate(large, "W8A8", texts)
+    assert 0.5 < agreement.effect(theirs, ours, alone) < 1
+    again = agreement.simulate(large, "W8A8", texts)
+    assert torch.equal(again[0], ours[0])
+    assert os.environ[kernels.SWITCH] == "auto"
 
 
 def test_the_effect_of_rounded_activations_is_found_or_not() -> None:
