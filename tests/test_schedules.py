@@ -108,7 +108,8 @@ def test_what_is_hardly_faster_is_left_to_humming() -> None:
 @pytest.mark.parametrize(
     ("gates", "taken"),
     [
-        ({1: (1.0, 1 + LEAST / 2), 8: (2.0, 1.0)}, True),
+        ({1: (5e-6, 5.8e-6), 8: (2.0, 1.0)}, True),
+        ({1: (5e-6, 6.2e-6), 8: (2.0, 1.0)}, False),
         ({1: (1.0, 1.0), 8: (1.0, 1 - LEAST / 2)}, False),
         ({1: (1.0, 1.2), 8: (2.0, 1.0)}, False),
         ({1: None, 8: (2.0, 1.0)}, False),

@@ -12,6 +12,7 @@ from onptq.schedules.table import END, Found, Product, Schedule, Seconds
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BEYOND = 8192  # rows from which on all products are alike
 LEAST = 0.03  # a gain below this may be chance
+NEGLIGIBLE = 1e-6  # seconds a layer may lose with few rows: it takes a hundred times as long
 FINALISTS = 4  # of the first timing, timed again in turns with humming's own
 TURNS = 5
 
@@ -73,9 +74,9 @@ def search(bench: Bench, rows: Sequence[int], advance: Callable[[int], None] = l
 
 
 def search_gated(bench: Bench, rows: Sequence[int]) -> Seconds:
-    """Nothing unless it is right and not slower at any number of rows, and worth it at one."""
+    """Nothing unless it is right and loses nothing to speak of at any number of rows, and is worth it at one."""
     seen = {str(one): bench.gated(one) for one in sorted(set(rows))}
-    found = {name: pair for name, pair in seen.items() if pair is not None and pair[1] <= (1 + LEAST) * pair[0]}
+    found = {name: pair for name, pair in seen.items() if pair is not None and pair[1] <= pair[0] + NEGLIGIBLE}
     worth = any(together <= (1 - LEAST) * apart for apart, together in found.values())
     return found if worth and len(found) == len(seen) else {}
 
