@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gpu_calibration import environment, save, tiny_shape
@@ -82,14 +83,8 @@ def humming_steps() -> Iterator[None]:
         step = x.abs().amax(dim=-1, keepdim=True).float() / (2 ** (bits - 1) - 1)
         return torch.where(step == 0, 1.0, step)
 
-    ours, chosen = integer.token_steps, os.environ.get(kernels.SWITCH)
-    integer.token_steps, os.environ[kernels.SWITCH] = steps, "off"
-    try:
+    with patch.object(integer, "token_steps", steps), patch.dict(os.environ, {kernels.SWITCH: "off"}):
         yield
-    finally:
-        integer.token_steps = ours
-        os.environ.pop(kernels.SWITCH)
-        os.environ |= {} if chosen is None else {kernels.SWITCH: chosen}
 
 
 def compare(found: Mapping[str, Said], expected: Said) -> dict[str, dict[str, float]]:
@@ -169,6 +164,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         about["in_humming_steps"] = {
             "from_theirs": compare({"vLLM": found["vLLM"], "ours": ours}, theirs),
             "activations": effect(found["vLLM"], theirs, less[weights_alone]),
+            "activations_of_ours": effect(ours, theirs, less[weights_alone]),
         }
     return environment(device) | about
 
@@ -203,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "activations" in report:
         print(f"what rounding activations changed: correlation {report['activations']:.3f} with the simulation")
     if "in_humming_steps" in report:
-        print(f"  with a simulation in humming's steps: {report['in_humming_steps']['activations']:.3f}")
+        said = report["in_humming_steps"]
+        print(f"  with one in humming's steps: {said['activations']:.3f}; ours: {said['activations_of_ours']:.3f}")
     return 0
 
 

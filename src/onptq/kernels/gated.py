@@ -17,10 +17,9 @@ from torch import Tensor
 
 from onptq.kernels import launching_on
 from onptq.kernels.tiles import rounded
-from onptq.quantizer.integer import code_range
+from onptq.quantizer.integer import STEP_ROWS, code_range
 
 BITS = 8
-STEP_ROWS = 4  # steps are read so many at a time by those who multiply
 WARPS = 16
 LEAST = 16  # columns of a part
 

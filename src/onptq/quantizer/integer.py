@@ -15,6 +15,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onptq import kernels
 
+STEP_ROWS = 4  # tokens' steps that a product of integers may read at a time: what holds them has room for a multiple
+
 
 def code_range(bits: int) -> tuple[int, int]:
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1

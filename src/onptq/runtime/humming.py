@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onptq.errors import OnPTQError
-from onptq.quantizer.integer import code_range, quantize_tokens
+from onptq.quantizer.integer import STEP_ROWS, code_range, quantize_tokens
 from onptq.runtime.linear import LowBitLinear
 
 PADDED_OUTPUTS, PADDED_COLUMNS = 256, 128  # multiples its kernels are tuned for
 PACKED_COLUMNS = 32  # of which packing wants a multiple
-STEP_ROWS = 4  # steps are read so many at a time
 
 
 class HummingLinear(nn.Module):

@@ -146,6 +146,7 @@ class HummingProduct:
         if not bool((error.abs() <= OFF * step).all()):  # false where it is no number
             return None
         del error
+        torch.compiler.reset()  # it compiles one function for some shapes only, and no more after that
         product = torch.compile(_gated_product, dynamic=False)
         apart = captured_seconds(lambda call: may_process_input(self.config, product(pairs)), GATED_CALLS)
         together = captured_seconds(lambda call: gated_codes(pairs), GATED_CALLS)

@@ -73,9 +73,12 @@ def search(bench: Bench, rows: Sequence[int], advance: Callable[[int], None] = l
     return found
 
 
-def search_gated(bench: Bench, rows: Sequence[int]) -> Seconds:
+def search_gated(bench: Bench, rows: Sequence[int], advance: Callable[[int], None] = lambda n: None) -> Seconds:
     """Nothing unless it is right and loses nothing to speak of at any number of rows, and is worth it at one."""
-    seen = {str(one): bench.gated(one) for one in sorted(set(rows))}
+    seen = {}
+    for one in sorted(set(rows)):
+        seen[str(one)] = bench.gated(one)
+        advance(1)
     found = {name: pair for name, pair in seen.items() if pair is not None and pair[1] <= pair[0] + NEGLIGIBLE}
     worth = any(together <= (1 - LEAST) * apart for apart, together in found.values())
     return found if worth and len(found) == len(seen) else {}

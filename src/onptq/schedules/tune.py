@@ -49,14 +49,15 @@ def tune(
     shapes = shapes_of(source.config)
     found: dict[str, list[Found]] = {}
     gated: Seconds = {}
-    with reporter.phase("Tune", total=len(shapes) * len(set(rows)), unit="spans of rows") as bar:
+    gates = scheme.activation_bits == 8
+    with reporter.phase("Tune", total=(len(shapes) + gates) * len(set(rows)), unit="spans of rows") as bar:
         for name, (outputs, inputs) in shapes.items():
             bits = scheme.weight_bits, scheme.activation_bits
             bench = make(outputs, inputs, *bits, scheme.group_size or 0, DTYPES[dtype])
             found[name] = search(bench, rows, bar.advance)
             table.products[str(bench.product)] = found[name]
-            if name == GATED and scheme.activation_bits == 8:
-                gated = search_gated(bench, rows)
+            if name == GATED and gates:
+                gated = search_gated(bench, rows, bar.advance)
                 table.gated.pop(str(bench.product), None)
                 table.gated |= {str(bench.product): gated} if gated else {}
             table.write(path)
