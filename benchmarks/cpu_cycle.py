@@ -34,7 +34,7 @@ from onptq.cycle.calibrate import calibrate
 from onptq.cycle.compare import compare
 from onptq.cycle.divergence import js_divergence
 from onptq.cycle.follow import follow
-from onptq.cycle.prefixes import Prefixes, causal_mask
+from onptq.cycle.prefixes import Prefixes, whole_prompts
 from onptq.cycle.risk import score, select
 from onptq.data.prompts import Media, Prompt
 from onptq.models.decoder import Tokens
@@ -205,7 +205,7 @@ def branch_on_encoded_prompt(
     def read(ids: Sequence[int]) -> tuple[PromptBatch, Tokens]:
         fed = torch.tensor(ids)
         batch = PromptBatch.of([prompt.extended(fed, policy.embed(fed))])
-        return batch, Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack)
+        return batch, whole_prompts(batch)
 
     with policy.speaking("Q"):
         batch, whole = read([*prefix, forced])

@@ -32,9 +32,8 @@ from torch import Tensor
 import onptq
 from onptq import kernels
 from onptq.bench.timing import Job, draw_prompts, heard
-from onptq.cycle.prefixes import causal_mask
+from onptq.cycle.prefixes import whole_prompts
 from onptq.errors import OnPTQError
-from onptq.models.decoder import Tokens
 from onptq.models.encoding import PromptBatch
 from onptq.models.family import TEXT
 from onptq.models.loading import choose_device
@@ -68,7 +67,7 @@ def simulate(folder: Path, scheme: str, texts: Sequence[Sequence[int]]) -> Said:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         batch = PromptBatch.of([policy.encode(inputs, torch.full((len(text),), TEXT))])
         with policy.speaking("Q"):
-            hidden = policy.run(Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0)))[0, :-1]
+            hidden = policy.run(whole_prompts(batch))[0, :-1]
         logits = policy.logits(hidden).log_softmax(-1).cpu()
         said.append(logits.gather(-1, ids[0, 1:, None])[:, 0])
         likeliest.append(logits.argmax(-1))

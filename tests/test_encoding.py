@@ -12,11 +12,10 @@ from conftest import FAMILIES, MULTIMODAL, Tiny
 from naive import extended, forward
 from torch import Tensor
 
-from onptq.cycle.prefixes import causal_mask
+from onptq.cycle.prefixes import whole_prompts
 from onptq.data.manifest import load_manifest
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.models.decoder import Tokens
 from onptq.models.encoding import CHUNK_PROMPTS, CHUNK_ROWS, EncodedPrompt, PromptBatch, chunked, encode_prompts
 from onptq.models.processing import ModelInputs
 from onptq.models.windows import windows_at_once
@@ -55,11 +54,11 @@ def with_response(policy: Policy, prompt: EncodedPrompt) -> EncodedPrompt:
 
 
 @torch.no_grad()
-def decode(policy: Policy, batch: PromptBatch) -> Tensor:
-    """D's residual stream [B, P, d] from nothing but what was encoded."""
-    tokens = Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack)
+def decode(policy: Policy, batch: PromptBatch, *, masked: bool = True) -> Tensor:
+    """D's residual stream [B, P, d] from nothing but what was encoded; without a mask as a GPU runs it."""
+    tokens = whole_prompts(batch)
     with policy.speaking("D"):
-        return policy.run(tokens)
+        return policy.run(tokens if masked else replace(tokens, mask=None))
 
 
 def assert_same(one: EncodedPrompt, other: EncodedPrompt, tolerance: float = 0.0) -> None:
@@ -212,24 +211,26 @@ def test_encoding_is_d_s_business_even_while_q_speaks(tiny: Callable[[str], Tiny
 # --- side by side -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_changes_nothing(tiny: Callable[[str], Tiny], family: str) -> None:
+def test_padding_changes_nothing(tiny: Callable[[str], Tiny], family: str, masked: bool) -> None:
     policy = tiny(family).policy("W4A16")
     prompts = [with_response(policy, encode(policy, inputs)) for inputs in all_inputs(tiny(family))]
     batch = PromptBatch.of(prompts)
     assert not batch.real.all()
-    together = decode(policy, batch)
+    together = decode(policy, batch, masked=masked)
     for row, prompt in enumerate(prompts):
         alone = decode(policy, PromptBatch.of([prompt]))[0]
         torch.testing.assert_close(together[row, : prompt.length], alone, rtol=0, atol=2e-5)
         assert int(batch.next_position[row]) == prompt.next_position
 
 
+@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("family", MULTIMODAL)
-def test_what_stands_in_the_padding_is_never_read(tiny: Callable[[str], Tiny], family: str) -> None:
+def test_what_stands_in_the_padding_is_never_read(tiny: Callable[[str], Tiny], family: str, masked: bool) -> None:
     policy = tiny(family).policy("W4A16")
     batch = PromptBatch.of([encode(policy, inputs) for inputs in all_inputs(tiny(family))])
-    clean, padding = decode(policy, batch), ~batch.real
+    clean, padding = decode(policy, batch, masked=masked), ~batch.real
     noise = torch.randn(batch.embeds.shape, generator=torch.Generator().manual_seed(0))
     dirty = replace(
         batch,
@@ -237,7 +238,7 @@ def test_what_stands_in_the_padding_is_never_read(tiny: Callable[[str], Tiny], f
         positions=torch.where(padding, 1000, batch.positions),
         deepstack=tuple(torch.where(padding[..., None], noise, level) for level in batch.deepstack),
     )
-    found = decode(policy, dirty)
+    found = decode(policy, dirty, masked=masked)
     assert torch.equal(found[batch.real], clean[batch.real])
     assert not torch.equal(found[padding], clean[padding])
 

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,61 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         assert [path.name for path in run.file("rounds", "0").iterdir()] == ["a.txt"]
 
 
+@pytest.fixture
+def small_disk(tmpfs: Callable[[str], Path]) -> Path:
+    return tmpfs("256k")
+
+
+NOISE = np.random.default_rng(0).integers(0, 255, 1 << 20, dtype=np.uint8)
+
+
+def test_what_is_written_behind_comes_before_what_is_written_next(tmp_path: Path) -> None:
+    slow = Event()
+
+    def write(path: Path) -> None:
+        slow.wait(60)
+        path.write_text("first")
+
+    with Run.open(tmp_path, IDENTITY) as run:
+        run.write_json([1], "halfway")
+        run.write_behind(write, "first", instead_of=run.file("halfway"))
+        assert run.has("halfway")
+        assert not run.has("first")
+        slow.set()
+        with run.writing("second") as temporary:
+            assert run.file("first").read_text() == "first"
+            assert not run.has("halfway")
+            temporary.write_text("second")
+        slow.clear()
+        run.write_behind(write, "third")
+        slow.set()
+    assert run.file("third").read_text() == "first"
+
+
+@pytest.mark.parametrize("where", ["at the next file", "at the end"])
+def test_what_goes_wrong_behind_is_told_and_leaves_what_it_was_to_replace(small_disk: Path, where: str) -> None:
+    def use(run: Run) -> None:
+        run.write_json([1], "halfway")
+        run.write_behind(lambda path: path.write_bytes(NOISE.tobytes()), "state", instead_of=run.file("halfway"))
+        if where == "at the next file":
+            run.write_json([2], "next")
+
+    run = Run.open(small_disk / "run", IDENTITY)
+    with pytest.raises(OnPTQError, match=r"cannot write .*state.*No space left"), run:
+        use(run)
+    assert run.has("halfway")
+    assert not run.has("state")
+    assert not run.has("next")
+    Run.open(small_disk / "run", IDENTITY).close()
+
+
+def test_the_first_error_is_shown_and_not_that_of_a_file_behind_it(small_disk: Path) -> None:
+    run = Run.open(small_disk / "run", IDENTITY)
+    with pytest.raises(ZeroDivisionError), run:
+        run.write_behind(lambda path: path.write_bytes(NOISE.tobytes()), "state")
+        raise ZeroDivisionError
+
+
 def test_a_reader_of_the_old_file_never_sees_the_new_one(tmp_path: Path) -> None:
     with Run.open(tmp_path, IDENTITY) as run:
         run.write_json("old", "state.json")
@@ -257,14 +313,6 @@ def test_two_processes_cannot_have_the_same_run_and_a_dead_one_does_not_hold_it(
     with Run.open(tmp_path, IDENTITY), pytest.raises(OnPTQError, match="in use"):
         Run.open(tmp_path, IDENTITY)
     Run.open(tmp_path, IDENTITY).close()
-
-
-@pytest.fixture
-def small_disk(tmpfs: Callable[[str], Path]) -> Path:
-    return tmpfs("256k")
-
-
-NOISE = np.random.default_rng(0).integers(0, 255, 1 << 20, dtype=np.uint8)
 
 
 @pytest.mark.parametrize(

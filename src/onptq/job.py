@@ -226,9 +226,8 @@ def _initialize(
     if not run.has(INIT):
         with reporter.phase(f"Initialize ({recipe.init})", total=policy.blocks, unit="blocks") as bar:
             theta = initialize(policy, prompts, recipe, bar.advance, settled=recipe.settles)
-        with run.writing(INIT) as path:
-            theta.save(path)
-        del theta  # it may have an entry for every weight: one of it at a time
+        run.write_behind(theta.saving(), INIT)
+        return theta
     return _start(policy, run)
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +36,7 @@ class Run:
         self.folder = folder
         self._arm = arm
         self._begun_here = False
+        self._behind: Future[None] | None = None
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
 
     @classmethod
@@ -93,8 +95,30 @@ class Run:
     @contextmanager
     def writing(self, *parts: str) -> Iterator[Path]:
         """Write to the path given; the file appears under its name once whole, and never otherwise."""
+        self.wait()
         with atomically(self.file(*parts)) as temporary:
             yield temporary
+
+    def write_behind(self, write: Callable[[Path], None], *parts: str, instead_of: Path | None = None) -> None:
+        """The same while the run goes on: what it writes next waits for this, so files appear in the order of their steps. The
+        file that it stands `instead_of` goes when it is there."""
+
+        def work() -> None:
+            with atomically(self.file(*parts)) as temporary:
+                write(temporary)
+            if instead_of is not None:
+                instead_of.unlink(missing_ok=True)
+
+        self.wait()
+        pool = ThreadPoolExecutor(1, "onptq-write")
+        self._behind = pool.submit(work)
+        pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Until everything is on disk; what went wrong there is raised here."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.result()
 
     def write_json(self, value: Any, *parts: str) -> None:
         with self.writing(*parts) as temporary:
@@ -129,9 +153,15 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, OnPTQError):
-            self._withdraw()
-        self.close()
+        try:
+            self.wait()
+        except OnPTQError:
+            if error is None:  # else the first error is the one to show
+                raise
+        finally:
+            if isinstance(error, OnPTQError):
+                self._withdraw()
+            self.close()
 
     def _withdraw(self) -> None:
         """A run that failed before its first step leaves nothing behind that the mended command would stumble over."""

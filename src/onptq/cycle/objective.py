@@ -15,8 +15,7 @@ from onptq import kernels
 from onptq.bank import States, Trajectory
 from onptq.cycle.compare import head_inputs, pair_margin, state_rows
 from onptq.cycle.divergence import kl_divergence
-from onptq.cycle.prefixes import causal_mask
-from onptq.models.decoder import Tokens
+from onptq.cycle.prefixes import whole_prompts
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.policy import Policy
 
@@ -130,7 +129,7 @@ class Targets:
         if kept is None:
             blocks: list[Tensor] = []
             with self.policy.speaking("D"):
-                self.policy.run(_tokens(PromptBatch.of([sequence])), observe=lambda _, hidden: blocks.append(hidden[0]))
+                self.policy.run(whole_prompts(PromptBatch.of([sequence])), observe=lambda _, hidden: blocks.append(hidden[0]))
             target = torch.stack(blocks)
             if self.budget is None or self.used + target.nbytes <= self.budget:
                 self._kept[id(sequence)] = sequence, target
@@ -141,10 +140,6 @@ class Targets:
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _tokens(batch: PromptBatch) -> Tokens:
-    return Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack)
 
 
 def block_energy(targets: Targets, items: Iterable[Item]) -> Tensor:
@@ -179,7 +174,7 @@ def measure(
         hidden = hidden + (error[rows, at] * weight).sum() / policy.blocks
 
     with policy.speaking("Q"):
-        final = policy.run(_tokens(batch), observe=observe, checkpointed=checkpointed)
+        final = policy.run(whole_prompts(batch), observe=observe, checkpointed=checkpointed)
     final_dense = torch.cat([blocks[-1][item.at] for blocks, item in zip(dense, items, strict=True)])
     pair, response = _decision_terms(policy, items, final_dense, final[rows, at])
     return Terms(anchor, hidden, pair, response)

@@ -141,11 +141,21 @@ class Prefixes:
 
     def _prefill(self, batch: PromptBatch, side: Side) -> Prefix:
         cache = self.policy.cache(len(batch.prompts), batch.width + self.max_tokens)
-        tokens = Tokens(batch.embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack)
         with self.policy.speaking(side):
-            hidden = self.policy.run(tokens, cache)
+            hidden = self.policy.run(whole_prompts(batch), cache)
         ends = torch.tensor([prompt.length - 1 for prompt in batch.prompts], device=hidden.device)
         return Prefix(cache, hidden[torch.arange(len(ends), device=hidden.device), ends].clone())
+
+
+def whole_prompts(batch: PromptBatch) -> Tokens:
+    """Prompts from their first token on."""
+    return Tokens(batch.embeds, batch.positions, prompt_mask(batch.real), batch.deepstack)
+
+
+def prompt_mask(real: Tensor) -> Tensor | None:
+    """None on a GPU, whose attention is faster where it is causal and nothing else: padding is on the right, so that no token has
+    any before it."""
+    return None if real.is_cuda else causal_mask(real, 0)
 
 
 def causal_mask(real: Tensor, start: int) -> Tensor:

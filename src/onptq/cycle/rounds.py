@@ -26,6 +26,7 @@ from onptq.recipe import Recipe
 from onptq.run import Run
 
 SAVE_SECONDS = 20.0  # an update writes down where it is about this often
+HALFWAY = ".calibrate.safetensors"  # an update that has not ended
 ROOM = "room.json"  # what turned out to fit into memory, where that was less than the recipe says
 
 T = TypeVar("T")
@@ -54,8 +55,10 @@ class Cycle:
     def rounds(self, theta: Theta) -> Theta:
         for k in range(self.recipe.rounds):
             committed = self._round_file(k, "theta.safetensors")
+            halfway = self.run.file(*self._round_file(k, HALFWAY))
             if self.run.has(*committed):
                 theta = Theta.load(self.run.file(*committed), self.policy.device)
+                halfway.unlink(missing_ok=True)
             else:
                 if self.recipe.settles and not theta.levels:
                     theta = self.policy.settle(theta)  # the same Q, without the offsets its codes may have come from
@@ -63,9 +66,7 @@ class Cycle:
                 trajectories = self.trajectories(k)
                 states = self.states(k, trajectories)
                 theta = self.update(k, trajectories, states, theta)
-                with self.run.writing(*committed) as path:
-                    theta.save(path)
-            self.run.file(*self._round_file(k, ".calibrate.safetensors")).unlink(missing_ok=True)
+                self.run.write_behind(theta.saving(), *committed, instead_of=halfway)
         self.speak_as(theta)
         return theta
 
@@ -128,7 +129,7 @@ class Cycle:
         return Holdout(sorted(prompts, key=lambda prompt: prompt.ordinal), trajectories, states)
 
     def update(self, k: int, trajectories: Sequence[Trajectory], states: States, theta: Theta) -> Theta:
-        cfg, saved = self.recipe.calibrate, self._round_file(k, ".calibrate.safetensors")
+        cfg, saved = self.recipe.calibrate, self._round_file(k, HALFWAY)
         holdout = self.holdout(f"rounds/{k}", f"held-out {k + 1}")
         self._forget("Q")  # this Q has said all it will be asked
         progress = Progress.load(self.run.file(*saved), self.policy.device) if self.run.has(*saved) else None

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
-from onptq.models.decoder import Tokens
-from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import LINEARS, NORMS, Block
 from onptq.policy import Policy
 from onptq.quantizer.modules import QuantLinear, QuantNorm
@@ -35,12 +32,6 @@ def listening(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def prompt_tokens(prompt: EncodedPrompt) -> Tokens:
-    batch = PromptBatch.of([prompt])
-    causal = torch.ones(prompt.length, prompt.length, dtype=torch.bool, device=prompt.embeds.device).tril()
-    return Tokens(batch.embeds, batch.positions, causal[None, None], batch.deepstack)
 
 
 @contextmanager

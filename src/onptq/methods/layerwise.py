@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from onptq.bank import Trajectory
 from onptq.cycle.follow import follow
-from onptq.cycle.prefixes import Prefixes, causal_mask
+from onptq.cycle.prefixes import Prefixes, prompt_mask
 from onptq.errors import OnPTQError
 from onptq.methods.activations import listening
 from onptq.methods.linears import rounded_weight
@@ -77,7 +77,7 @@ class Stream:
         batch = PromptBatch.of(sequences)
         positions = batch.positions if batch.positions.shape[0] > 1 else batch.positions[0]
         self.sequences, self.real, self.deepstack = batch.prompts, batch.real, batch.deepstack
-        self.mask = causal_mask(batch.real, 0)
+        self.mask = prompt_mask(batch.real)
         self.rotary = policy.structure.decoder.rotary_emb(batch.embeds, positions)  # type: ignore[operator]
         self.hidden = batch.embeds
 

@@ -13,14 +13,14 @@ ones), and v -> o is searched under GQA too, with one scale per KV channel (the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from onptq.bank import Trajectory
-from onptq.cycle.prefixes import causal_mask
+from onptq.cycle.prefixes import whole_prompts
 from onptq.errors import OnPTQError
 from onptq.methods.layerwise import (
     IN_ORDER,
@@ -33,7 +33,6 @@ from onptq.methods.layerwise import (
     replaced,
 )
 from onptq.methods.linears import by_query_head
-from onptq.models.decoder import Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import AUDIO, IMAGE, TEXT
 from onptq.models.structure import Block
@@ -101,7 +100,7 @@ def output_gradients(policy: Policy, one: Answered) -> dict[str, list[Tensor]]:
     embeds = batch.embeds.detach().clone().requires_grad_()  # the weights are frozen, so the graph begins here
     try:
         with torch.enable_grad(), policy.speaking("D"):
-            hidden = policy.run(Tokens(embeds, batch.positions, causal_mask(batch.real, 0), batch.deepstack))
+            hidden = policy.run(replace(whole_prompts(batch), embeds=embeds))
             logits = policy.logits(hidden[0, -one.response - 1 : -1])
             loss = cross_entropy(logits, one.sequence.ids[-one.response :])
             found = torch.autograd.grad(loss, [*outputs["o_proj"], *outputs["down_proj"]])

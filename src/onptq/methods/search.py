@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
-from onptq.methods.activations import listening, prompt_tokens
+from onptq.cycle.prefixes import whole_prompts
+from onptq.methods.activations import listening
 from onptq.methods.layerwise import answer_prompts
 from onptq.methods.linears import by_query_head, dense_weight, entering, rounded_weight
 from onptq.methods.smoothquant import FLOOR, migrated, weight_maxima
-from onptq.models.encoding import EncodedPrompt
+from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import Block
 from onptq.policy import Policy
 from onptq.quantizer.theta import PAIR_INTO, PAIRS, Theta, log_scales_in, log_scales_out, pair_key
@@ -68,7 +69,7 @@ def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[in
     with listening(policy.structure.blocks, hear), policy.speaking("D"):
         for sequence in sequences:
             chosen = torch.linspace(0, sequence.length - 1, min(share, sequence.length), device=policy.device).long()
-            policy.run(prompt_tokens(sequence))
+            policy.run(whole_prompts(PromptBatch.of([sequence])))
     return {block: {pair: torch.cat(parts) for pair, parts in pairs.items()} for block, pairs in seen.items()}
 
 

@@ -25,7 +25,8 @@ from onptq.quantizer.theta import OFFSET_RANGE, RATIO_RANGE, Theta
 
 STEPS = 200  # of each block
 BATCH = 8  # prompts a step
-LOOKS = 5  # how often the error over all prompts is taken, to keep the best
+APART = 10  # parts of the steps; between two looks lies one
+LOOKS = 3  # how often the error over all prompts is taken, to keep the best
 
 
 @torch.no_grad()
@@ -70,9 +71,8 @@ def _streams(policy: Policy, sequences: Sequence[EncodedPrompt]) -> list[Stream]
 
 
 def looks(steps: int) -> list[int]:
-    """The steps after which a block looks at its error over all prompts: in the second half, when rates are small."""
-    apart = max(1, steps // (2 * LOOKS))
-    return [step for step in range(steps, steps // 2, -1) if (steps - step) % apart == 0]
+    """The steps after which a block looks at its error over all prompts: the last and others before it, when rates are small."""
+    return list(range(steps, 0, -max(1, steps // APART)))[:LOOKS]
 
 
 class _Learner:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onptq.methods.activations import listening, prompt_tokens
+from onptq.cycle.prefixes import whole_prompts
+from onptq.methods.activations import listening
 from onptq.methods.linears import by_query_head, dense_weight
-from onptq.models.encoding import EncodedPrompt
+from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import Block
 from onptq.policy import Policy
 from onptq.quantizer.theta import PAIRS, Theta, pair_key
@@ -56,5 +57,5 @@ def input_maxima(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[str, 
 
     with listening(policy.structure.blocks, hear, SMOOTHED), policy.speaking("D"):
         for prompt in prompts:
-            policy.run(prompt_tokens(prompt))
+            policy.run(whole_prompts(PromptBatch.of([prompt])))
     return largest

@@ -1,7 +1,7 @@
 """The decoder as the cycle uses it: blocks run one by one over embeddings, explicit positions, an explicit mask and a cache.
 
-Prompts of different lengths share a batch by padding on the right. Every slot's position is given and every mask is built from
-which slots are real, so neither the padding side nor a model's remembered rope offset can change a result.
+Prompts of different lengths share a batch by padding on the right. Every slot's position is given, and who sees whom follows from
+which slots are real, so neither padding nor a model's remembered rope offset can change a result.
 """
 
 from __future__ import annotations
@@ -90,11 +90,12 @@ Cache = KVCache | SlotCache | TreeCache
 @dataclass(frozen=True)
 class Tokens:
     """What enters the decoder: embeddings [B, S, d], positions [A, B, S] (A = 3 for M-RoPE, else 1), who sees whom
-    [B, 1, S, K], and features that DeepStack adds after the first blocks, each [B, S, d]."""
+    [B, 1, S, K] (None: each slot itself and all before it), and features that DeepStack adds after the first blocks, each
+    [B, S, d]."""
 
     embeds: Tensor
     positions: Tensor
-    mask: Tensor
+    mask: Tensor | None
     deepstack: Sequence[Tensor] = ()
 
 

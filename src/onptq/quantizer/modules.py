@@ -14,15 +14,9 @@ from onptq.errors import OnPTQError
 from onptq.models.structure import Block
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.integer import cast_through, fake_quantize_activations
+from onptq.quantizer.settled import settled_codes, settled_linear
 from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out
-from onptq.quantizer.weights import (
-    dequantize,
-    fake_quantize_weight,
-    settled_codes,
-    settled_weight,
-    smoothed,
-    weight_codes,
-)
+from onptq.quantizer.weights import dequantize, fake_quantize_weight, smoothed, weight_codes
 from onptq.schemes import Scheme
 
 
@@ -54,10 +48,9 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.switch.quantized:
             return F.linear(x, self.weight, self.bias)
-        weight, bias = self._live_weight(self.live) if self.live is not None else self._folded_weight()
         if self.scheme.quantizes_activations:
             x = fake_quantize_activations(x, self.scheme.activation_bits)
-        return F.linear(x, weight, bias)
+        return F.linear(x, *self._folded_weight()) if self.live is None else self._live_linear(x, self.live)
 
     def attach(self, theta: Theta) -> None:
         self.release()
@@ -92,24 +85,22 @@ class QuantLinear(nn.Module):
             level = level - folded.zero.float()[..., None]
         return level.view_as(exact) - (exact.view_as(level) / folded.step.float()[..., None]).view_as(exact)
 
-    def _live_weight(self, theta: Theta) -> tuple[Tensor, Tensor | None]:
-        path, dtype = self.block.path(self.name), self.weight.dtype
+    def _live_linear(self, x: Tensor, theta: Theta) -> Tensor:
+        path, dtype, bias = self.block.path(self.name), self.weight.dtype, self._bias(theta)
+        bias = None if bias is None else bias.to(dtype)
         if path in theta.levels:
-            settled = theta.levels[path], theta.step[path], theta.ratio[path]
-            weight = settled_weight(*settled, self.storage, dtype)
-        else:
-            weight = fake_quantize_weight(
-                self.weight,
-                log_scales_in(theta, self.block, self.name),
-                log_scales_out(theta, self.block, self.name),
-                theta.ratio[path],
-                theta.offset.get(path),
-                self.scheme,
-                self.storage,
-                dtype,
-            )
-        bias = self._bias(theta)
-        return weight, None if bias is None else bias.to(self.weight.dtype)
+            return settled_linear(x, theta.levels[path], theta.step[path], theta.ratio[path], bias, self.storage)
+        weight = fake_quantize_weight(
+            self.weight,
+            log_scales_in(theta, self.block, self.name),
+            log_scales_out(theta, self.block, self.name),
+            theta.ratio[path],
+            theta.offset.get(path),
+            self.scheme,
+            self.storage,
+            dtype,
+        )
+        return F.linear(x, weight, bias)
 
     def _folded_weight(self) -> tuple[Tensor, Tensor | None]:
         folded = self.folded

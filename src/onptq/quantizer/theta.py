@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,7 +98,11 @@ class Theta:
         return theta
 
     def save(self, path: Path) -> None:
-        save_file({name: tensor.cpu() for name, tensor in _halved(self.tensors())}, path)
+        self.saving()(path)
+
+    def saving(self) -> Callable[[Path], None]:
+        """What saves it, wherever and whenever it is called: the tensors no longer lie on a GPU."""
+        return partial(save_file, {name: tensor.cpu() for name, tensor in _halved(self.tensors())})
 
     @classmethod
     def load(cls, path: Path, device: torch.device | str = "cpu") -> Theta:

@@ -80,29 +80,6 @@ def weight_codes(
     return codes, step[..., 0].to(storage), None if zero is None else zero[..., 0].to(torch.int8)
 
 
-def settled_weight(levels: Tensor, step: Tensor, log_ratio: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Levels times their scaled step, [O, I]: differentiable in the ratio without any rounding in between."""
-    scaled = _settled_step(step, log_ratio, storage).to(dtype)[..., None]
-    return (levels.to(dtype).view(*step.shape, -1) * scaled).view_as(levels)
-
-
-@torch.no_grad()
-def settled_codes(
-    levels: Tensor, step: Tensor, log_ratio: Tensor, scheme: Scheme, storage: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same as integers, as `weight_codes` has them; the zero point is the smallest that holds every level."""
-    scaled = _settled_step(step, log_ratio, storage).to(storage)
-    if scheme.symmetric:
-        return levels, scaled, None
-    grouped = levels.view(*step.shape, -1)
-    zero = code_range(scheme.weight_bits)[0] - grouped.amin(-1).clamp(max=0)
-    return (grouped + zero[..., None]).view_as(levels).to(torch.int8), scaled, zero.to(torch.int8)
-
-
-def _settled_step(step: Tensor, log_ratio: Tensor, storage: torch.dtype) -> Tensor:
-    return cast_through(step * log_ratio.exp(), storage)
-
-
 def dequantize(codes: Tensor, step: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(codes - zero) * step in the compute dtype, [O, I]."""
     if dtype in kernels.DTYPES and kernels.fit(step) and kernels.fit(codes, zero, dtypes={torch.int8}):
