@@ -248,9 +248,10 @@ class Memory:
 
     def live_weights(self) -> int:
         """What backward keeps of a block's weights: smoothed and its magnitude in float32, as a float32 copy where they
-        are not one already, and rounded in the compute dtype. Of settled codes, themselves and times their step."""
+        are not one already, and rounded in the compute dtype. Of settled codes, their product with steps, and the codes
+        where these are of groups."""
         if self.settled:
-            return self.shapes.block * 2 * self.compute
+            return self.shapes.block * self.compute * (2 if self.scheme.group_size else 1)
         return self.shapes.block * ((2 if self.compute == WIDE else 3) * WIDE + self.compute)
 
     def graph_activations(self, tokens: int, keys: int) -> int:

@@ -46,6 +46,7 @@ NO_INT8 = "VLLM_CPU_INT4_W4A8=0"
 _SM100_ONLY = "the choice was asked for sm100, not for sm120"
 _RIGHT = "vLLM 0.32 or later: humming-kernels 0.1.10 and 0.1.12, which 0.26 to 0.30 have, gave non-numbers on an H200"
 _RAN = "H200, vLLM 0.26 with humming-kernels 0.1.17"
+_FASTER = "prompts are faster after `onptq tune`, and with VLLM_USE_V2_MODEL_RUNNER=0"
 _AVX512 = "with AVX-512; without it, dies at the first request"
 _SILENT = "loads without a word and does not quantize the activations"
 
@@ -97,7 +98,7 @@ _W4A8 = (
         "int4 x int8",
         "run",
         switch=HUMMING,
-        note=f"{_RAN}; {_RIGHT}; VLLM_DISABLED_KERNELS=MacheteLinearKernel has the same effect",
+        note=f"{_RAN}; {_RIGHT}; VLLM_DISABLED_KERNELS=MacheteLinearKernel has the same effect; {_FASTER}",
     ),
     _vllm(BLACKWELL, "differs", "Marlin", "int4 x 16-bit", "asked", note=f"{_SILENT}; {_SM100_ONLY}"),
     _vllm(
