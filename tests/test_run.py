@@ -257,10 +257,12 @@ def test_what_goes_wrong_behind_is_told_and_leaves_what_it_was_to_replace(small_
 
 
 def test_the_first_error_is_shown_and_not_that_of_a_file_behind_it(small_disk: Path) -> None:
-    run = Run.open(small_disk / "run", IDENTITY)
-    with pytest.raises(ZeroDivisionError), run:
+    def use(run: Run) -> None:
         run.write_behind(lambda path: path.write_bytes(NOISE.tobytes()), "state")
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), Run.open(small_disk / "run", IDENTITY) as run:
+        use(run)
 
 
 def test_a_reader_of_the_old_file_never_sees_the_new_one(tmp_path: Path) -> None:

@@ -129,7 +129,9 @@ class Targets:
         if kept is None:
             blocks: list[Tensor] = []
             with self.policy.speaking("D"):
-                self.policy.run(whole_prompts(PromptBatch.of([sequence])), observe=lambda _, hidden: blocks.append(hidden[0]))
+                self.policy.run(
+                    whole_prompts(PromptBatch.of([sequence])), observe=lambda _, hidden: blocks.append(hidden[0])
+                )
             target = torch.stack(blocks)
             if self.budget is None or self.used + target.nbytes <= self.budget:
                 self._kept[id(sequence)] = sequence, target

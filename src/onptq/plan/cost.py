@@ -193,7 +193,9 @@ class Cost:
         tokens = calibrate.epochs * work.prompts * length
         learned = self.learning(tokens, work.micro_batches, length)
         if work.recipe.settles and not self.scheme.group_size:
-            learned -= 2 * tokens * self.shapes.linears / self.machine.flops  # settled rows need no gradient of a weight
+            learned -= (
+                2 * tokens * self.shapes.linears / self.machine.flops
+            )  # settled rows need no gradient of a weight
         if calibrate.checkpointing:
             learned += self.live(tokens, work.micro_batches, length)  # once more inside backward
         judged = self.live(work.judgements * work.micro_batch * work.length, work.judgements, work.length)
