@@ -20,6 +20,7 @@ import onptq.kernels.activations
 import onptq.kernels.decisions
 import onptq.kernels.descent
 import onptq.kernels.gated
+import onptq.kernels.norms
 import onptq.kernels.weights
 from onptq import kernels
 from onptq.bank import Trajectory
@@ -34,6 +35,7 @@ from onptq.models.loading import find_source
 from onptq.models.processing import PromptProcessor
 from onptq.policy import Policy, load_policy
 from onptq.quantizer.integer import fake_quantize_activations, quantize_tokens
+from onptq.quantizer.norms import plain_norm, rms_norm
 from onptq.quantizer.theta import Theta
 from onptq.quantizer.weights import dequantize, fake_quantize_weight, weight_codes
 from onptq.schemes import Scheme
@@ -118,6 +120,50 @@ def test_tokens_are_fake_quantized_as_plainly(
     assert found["kernels"][0].dtype == dtype
     assert torch.equal(found["kernels"][0], found["twins"][0])
     close(found["kernels"][1], found["twins"][1], GRADIENTS[dtype])
+
+
+# RMS norms
+
+
+@pytest.mark.parametrize("learned", ["x", "gain", "both"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 3, 100), (33, 64), (17, 7), (3, 2500), (40,)], ids=str)
+def test_norms_are_the_plain_ones(
+    choose: Callable[[str], None], shape: tuple[int, ...], dtype: torch.dtype, learned: str
+) -> None:
+    x, gain = token_batch(shape, dtype), (1 + normal(shape[-1], seed=5) / 4).to(dtype)
+    grad = normal(*shape, seed=7).to(dtype)
+    found = {}
+    for who in ("kernels", "twins"):
+        choose(who)
+        entering = x.clone().requires_grad_(learned != "gain")
+        multiplied = gain.clone().requires_grad_(learned != "x")
+        out = rms_norm(entering, multiplied, 1e-6)
+        out.backward(grad)
+        found[who] = out.detach(), entering.grad, multiplied.grad
+    for ours, plain in zip(found["kernels"], found["twins"], strict=True):
+        if plain is None:
+            assert ours is None
+        else:
+            close(ours, plain, GRADIENTS[dtype])
+    with torch.no_grad():
+        choose("kernels")
+        assert torch.equal(rms_norm(x, gain, 1e-6), found["kernels"][0])
+
+
+def test_norms_of_rows_that_are_not_side_by_side_are_those_of_their_copies(choose: Callable[[str], None]) -> None:
+    choose("kernels")
+    x, gain = normal(6, 5, 24).transpose(0, 1), normal(24, seed=1)
+    apart, copied = x.clone(memory_format=torch.preserve_format).requires_grad_(), x.contiguous().requires_grad_()
+    grad = normal(6, 5, 24, seed=2).transpose(0, 1)
+    for entering in (apart, copied):
+        rms_norm(entering, gain, 1e-6).backward(grad)
+    assert torch.equal(rms_norm(apart, gain, 1e-6), rms_norm(copied, gain, 1e-6))
+    assert apart.grad is not None
+    assert torch.equal(apart.grad, copied.grad)
+
+
+# Fake-quantization of weights
 
 
 def weights(scheme: Scheme, columns: int, storage: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -436,34 +482,47 @@ if DEVICE == "cuda":
         weight, grad = (normal(3584, 18944, seed=seed).bfloat16() for seed in (20, 24))
         start_theta = normal(18944, seed=25) / 4, normal(3584, seed=26) / 4, -normal(3584, 1, seed=27).abs() / 8
         learned: dict[str, list[Tensor]] = {}
-        x = normal(16384, 18944, seed=21).bfloat16()
+        gradients: dict[str, list[Tensor]] = {}
+        x, hidden = normal(16384, 18944, seed=21).bfloat16(), normal(4000, 3584, seed=28).bfloat16()
         outs = {}
         for who in ("kernels", "twins"):
             choose(who)
             theta = [tensor.clone().requires_grad_() for tensor in start_theta]
+            normed = [tensor.bfloat16().requires_grad_() for tensor in (hidden.clone(), theta[1].detach() + 1)]
+            rms_norm(*normed, 1e-6).backward(hidden.flip(0))
             rounded = fake_quantize_weight(weight, *theta, None, Scheme(4), torch.bfloat16, torch.bfloat16)
             rounded.backward(grad)
             outs[who] = rounded.detach(), fake_quantize_activations(x, 8)
             learned[who] = [tensor.grad for tensor in theta]
+            gradients[who] = [tensor.grad for tensor in normed]
         assert all(torch.equal(kernel, twin) for kernel, twin in zip(outs["kernels"], outs["twins"], strict=True))
         for kernel, twin in zip(learned["kernels"], learned["twins"], strict=True):
             close(kernel, twin, 1e-5)
+        for kernel, twin in zip(gradients["kernels"], gradients["twins"], strict=True):
+            close(kernel, twin, GRADIENTS[torch.bfloat16])
 
 
 # Where the library calls them
 
 
+@pytest.mark.parametrize("scheme", ["W4A8", "W4A16"])
 def test_the_cycle_computes_the_same_with_kernels_and_without(
-    small: Path, choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    small: Path, choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     ran: set[str] = set()
-    for module in (onptq.kernels.activations, onptq.kernels.decisions, onptq.kernels.weights):
-        for name in ("decide_states", "kl_of_states", "margin_of_states", "fake_quantize_rows", "fake_quantize_tokens"):
+    functions = {"decide_states", "kl_of_states", "margin_of_states", "fake_quantize_rows"}
+    if scheme == "W4A8":  # a norm's last bit decides between two codes of the largest activation
+        functions |= {"fake_quantize_tokens"}
+        monkeypatch.setattr(onptq.kernels.norms, "rms_norm_rows", plain_norm)
+    else:
+        functions |= {"rms_norm_rows"}
+    for module in (onptq.kernels.activations, onptq.kernels.decisions, onptq.kernels.norms, onptq.kernels.weights):
+        for name in functions:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, _noting(getattr(module, name), name, ran))
     source = find_source(small)
     processor = PromptProcessor.from_folder(small, source.family, source.config)
-    policy = load_policy(source, "W4A8", device=DEVICE, dtype=torch.float32)
+    policy = load_policy(source, scheme, device=DEVICE, dtype=torch.float32)
     prompts = []
     for prompt in load_manifest(small / "prompts.jsonl")[:2]:
         inputs = processor(prompt)
@@ -483,7 +542,7 @@ def test_the_cycle_computes_the_same_with_kernels_and_without(
         torch.stack(terms.values()).sum().backward()
         found[who] = states, terms, [parameter.grad for parameter in parameters]
         assert bool(ran) == (who == "kernels")
-    assert ran == {"decide_states", "kl_of_states", "margin_of_states", "fake_quantize_rows", "fake_quantize_tokens"}
+    assert ran == functions
     (states, terms, grads), (twin_states, twin_terms, twin_grads) = found["kernels"], found["twins"]
     for name in states.__dataclass_fields__:
         np.testing.assert_allclose(

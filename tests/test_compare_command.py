@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 import onptq
 from onptq.bank import MISMATCH, States, read_trajectories
 from onptq.cli import app
+from onptq.cli.drawing import origin
 from onptq.cli.report_tables import LEFT_OUT, fit, print_table
 from onptq.cycle.compare import compare as compare_states
 from onptq.cycle.follow import follow
@@ -642,7 +643,14 @@ def test_the_command_compares_on_manifests_and_prints_tables_and_sentences(small
     common = ("--tasks", "none", "--manifest", small / "prompts.jsonl", "--prompts", 4, "--set", "follow.max_tokens=4")
     result = call("compare", small, "rtn:W4A8", "rtn:W3A8", "--out", tmp_path / "out", *common)
     assert result.exit_code == 0, result.output
-    for text in ("Behaviour", "Cost", "rtn:W3A8 against rtn:W4A8: ", "bootstrap", "Only 4 prompts"):
+    for text in (
+        "Behaviour",
+        "Cost",
+        "rtn:W3A8 against rtn:W4A8: ",
+        "of prompts.jsonl.",
+        "bootstrap",
+        "Only 4 prompts",
+    ):
         assert text in result.stdout
     assert "against dense:" not in result.stdout  # without items nothing pairs a candidate with the dense model
     again = call("compare", small, "rtn:W4A8", "--out", tmp_path / "out", *common, "--json")
@@ -673,6 +681,20 @@ def test_the_command_refuses_bad_settings_and_leaves_nothing(
     assert result.stderr.startswith("error: ")
     assert expected in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_used_is_noticed_before_anything_is_drawn(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr("onptq.cli.compare.draw_items", refuse)
+    monkeypatch.setattr("onptq.cli.compare.draw_prompts", refuse)
+    (tmp_path / "file").write_text("something")
+    result = call("compare", small, "rtn:W4A8", "--out", tmp_path / "file")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is a file; expected a folder" in " ".join(result.stderr.split())
 
 
 def wide_table(names: Sequence[str], columns: Sequence[str]) -> ReportTable:
@@ -749,6 +771,15 @@ def test_a_report_claims_no_split_of_prompts_that_a_manifest_gave(compared: Any)
     assert f"its own greedy answers to {report['prompts']} prompts, against" in words
     assert "held-out" not in words
     assert "test items" not in words
+
+
+def test_the_origin_names_the_split_of_what_is_embedded_and_the_manifest() -> None:
+    assert origin([1], [1], "test") == "embedded items and prompts of the test split"
+    assert origin([1], [1], "held-out", Path("some/mine.jsonl")) == (
+        "embedded items of the held-out split; prompts of mine.jsonl"
+    )
+    assert origin([], [1], "test", Path("mine.jsonl")) == "prompts of mine.jsonl"
+    assert origin([1], [], "test", Path("mine.jsonl")) == "embedded items of the test split"
 
 
 def test_help_says_how_many_prompts_and_which_models_suite_main_has() -> None:

@@ -138,10 +138,10 @@ def test_of_many_candidates_only_those_of_one_scheme_are_paired() -> None:
         schemes = ["W4A8", "W4A6", None]
         return {"dense": Results()} | {f"{n}": Results(scheme=schemes[n % 3]) for n in range(count)}
 
-    few = {"dense": "some"} | summarize([], [], results(PAIRED), Resampler(replicates=2))
+    few = {"dense": "some", "origin": ""} | summarize([], [], results(PAIRED), Resampler(replicates=2))
     assert len(few["pairs"]) == PAIRED * (PAIRED + 1) // 2
     assert "of the same scheme alone" not in markdown(few)
-    many = {"dense": "some"} | summarize([], [], results(PAIRED + 2), Resampler(replicates=2))
+    many = {"dense": "some", "origin": ""} | summarize([], [], results(PAIRED + 2), Resampler(replicates=2))
     pairs = {(pair["first"], pair["second"]) for pair in many["pairs"]}
     assert {("dense", "0"), ("0", "3"), ("0", "2"), ("2", "5")} <= pairs
     assert ("0", "1") not in pairs

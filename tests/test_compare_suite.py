@@ -415,7 +415,8 @@ def test_the_command_runs_a_suite_and_says_where_its_tables_are(tmp_path: Path) 
     [bed] = tables["beds"]
     assert (bed["model"], bed["items"], bed["prompts"]) == ("zoo:qwen2.5-vl", {"answer": 4}, 2)
     assert bed["schemes"][0]["missing"] == ["static", "onptq"]
-    assert (out / "qwen2.5-vl" / "report.md").exists()
+    report = (out / "qwen2.5-vl" / "report.md").read_text()
+    assert "Measured on embedded items and prompts of the test split." in report
     again = call("compare", "--suite", "smoke", *chosen, "--json")
     assert json.loads(again.stdout.splitlines()[-1])["result"] == tables
     other = call("compare", "--suite", "smoke", *chosen[:4], "--items", 5, *chosen[6:])

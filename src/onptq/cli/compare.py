@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from onptq.cli import suite as suites
-from onptq.cli.drawing import draw_calibration, draw_items, draw_prompts, largest_data, needs_calibration
+from onptq.cli.drawing import draw_calibration, draw_items, draw_prompts, largest_data, needs_calibration, origin
 from onptq.cli.quantize import NAMED, ZOO, make_reporter, resolve_recipe, use_one_thread
 from onptq.cli.report_tables import print_table
 from onptq.errors import OnPTQError
@@ -152,24 +152,31 @@ def compare(
 
     from onptq.evaluate import comparison
     from onptq.evaluate.candidates import parse_candidates
-    from onptq.models.loading import find_source
+    from onptq.models.loading import choose_device, find_source
+    from onptq.run import check_place
 
     parsed = parse_candidates(candidates, recipe, changes or [])
     family = find_source(dense).family.name
+    folder = default_out(dense) if out is None else out
+    choose_device(recipe.compute.device)
+    check_place(folder)
     data = largest_data(parsed, recipe.data)
     known, held_out = (
         draw_calibration(family, calibration, data, of_the_zoo, reporter)
         if calibration is not None or needs_calibration(parsed)
         else ([], [])
     )
-    folder = default_out(dense) if out is None else out
     before = told_before(folder)
+    asked = draw_items(family, tasks, items, split, reporter)
+    count = PROMPTS if prompts is None else prompts
+    followed = draw_prompts(family, manifest, count, split, data.holdout, reporter)
     report = comparison.compare(
         dense,
         parsed,
         folder,
-        items=draw_items(family, tasks, items, split, reporter),
-        prompts=draw_prompts(family, manifest, PROMPTS if prompts is None else prompts, split, data.holdout, reporter),
+        items=asked,
+        prompts=followed,
+        origin=origin(asked, followed, split, manifest),
         calibration=known,
         holdout=held_out,
         recipe=recipe,

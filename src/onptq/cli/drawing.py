@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,16 @@ def draw_prompts(
         drawn = prompts(family, split, first + count)[first:]
         bar.advance(count)
     return drawn
+
+
+def origin(items: Sized, prompts: Sized, split: str, manifest: Path | None = None) -> str:
+    """Where the two come from, for the report."""
+    drawn = {"items": len(items), "prompts": len(prompts) if manifest is None else 0}
+    own = [what for what, count in drawn.items() if count]
+    said = [f"embedded {' and '.join(own)} of the {split} split"] if own else []
+    if manifest is not None and len(prompts):
+        said.append(f"prompts of {manifest.name}")
+    return "; ".join(said)
 
 
 def draw_calibration(

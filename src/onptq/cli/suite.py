@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onptq.cli.drawing import WHOLE_SPLIT, draw_calibration, draw_items, draw_prompts
+from onptq.cli.drawing import WHOLE_SPLIT, draw_calibration, draw_items, draw_prompts, origin
 from onptq.cli.quantize import resolve_recipe, use_one_thread
 from onptq.errors import OnPTQError
 
@@ -70,12 +70,9 @@ def run(
 
     def draw(family: str, reporter: Reporter) -> Material:
         calibration, holdout = draw_calibration(family, None, recipe.data, True, reporter)
-        return Material(
-            draw_items(family, chosen.tasks, per_task, chosen.split, reporter),
-            draw_prompts(family, None, prompts, chosen.split, recipe.data.holdout, reporter),
-            calibration,
-            holdout,
-        )
+        asked = draw_items(family, chosen.tasks, per_task, chosen.split, reporter)
+        followed = draw_prompts(family, None, prompts, chosen.split, recipe.data.holdout, reporter)
+        return Material(asked, followed, calibration, holdout, origin(asked, followed, chosen.split))
 
     def check(family: str) -> None:
         draw_items(family, chosen.tasks, 1, chosen.split, QuietReporter())

@@ -89,6 +89,7 @@ class Material:
     prompts: Sequence[Prompt]
     calibration: Sequence[Prompt]
     holdout: Sequence[Prompt]
+    origin: str = ""  # of items and prompts, in words
 
 
 def run_suite(
@@ -126,6 +127,7 @@ def run_suite(
             prompts=material.prompts,
             calibration=material.calibration,
             holdout=material.holdout,
+            origin=material.origin,
             recipe=recipe,
             critical=critical,
             replicates=replicates,

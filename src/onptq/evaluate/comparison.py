@@ -67,6 +67,7 @@ def compare(
     prompts: Sequence[Prompt] = (),
     calibration: Sequence[Prompt] = (),
     holdout: Sequence[Prompt] = (),
+    origin: str = "",
     recipe: Recipe | None = None,
     critical: bool = False,
     replicates: int = REPLICATES,
@@ -74,10 +75,11 @@ def compare(
 ) -> dict[str, Any]:
     """The report over everything kept in `out`, those `candidates` included that were not there yet.
 
-    `items` are answered and graded; `prompts` are followed and held against the dense model. `calibration` and `holdout`
-    are for candidates that are built here: the first so many of them as the candidate's recipe says. `recipe` gives the
-    device, the length of a rollout, the seed, and what built candidates follow that name no preset. With `critical`, margins
-    are also taken on the joint-critical states of plain rounding, which then is a candidate too.
+    `items` are answered and graded; `prompts` are followed and held against the dense model; `origin` tells the report's
+    readers where both come from. `calibration` and `holdout` are for candidates that are built here: the first so many of them
+    as the candidate's recipe says. `recipe` gives the device, the length of a rollout, the seed, and what built candidates
+    follow that name no preset. With `critical`, margins are also taken on the joint-critical states of plain rounding, which
+    then is a candidate too.
     """
     recipe, reporter = recipe or Recipe(), reporter or QuietReporter()
     if not items and not prompts:
@@ -104,7 +106,7 @@ def compare(
         _examine(parsed, hall)
         judge_critical([one for one in parsed if isinstance(one, Built)], banks, hall)
         results = kept(run, bool(items), bool(prompts))
-        report = {"dense": source.name} | summarize(
+        report = {"dense": source.name, "origin": origin} | summarize(
             items, [prompt.ordinal for prompt in prompts], results, Resampler(recipe.seed, replicates)
         )
         for name, text in ((REPORT, to_json(report, indent=2) + "\n"), (WORDS, markdown(report))):

@@ -60,7 +60,8 @@ def sentence(pair: Mapping[str, Any], report: Mapping[str, Any]) -> str:
 def notes(report: Mapping[str, Any]) -> list[str]:
     bootstrap, pairs = report["bootstrap"], len(report["pairs"])
     level = f"{100 * bootstrap['confidence']:g}%"
-    found = [
+    found = [f"Measured on {report['origin']}."] if report["origin"] else []
+    found += [
         f"Brackets: {level} intervals of a paired cluster bootstrap by item and by prompt, {bootstrap['replicates']} "
         f"replicates, seed {bootstrap['seed']}. A difference counts where its interval leaves zero out and at least "
         f"{fewest_differing(bootstrap['confidence'])} items or prompts differ; for flips where McNemar's exact test has "

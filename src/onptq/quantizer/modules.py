@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from onptq.errors import OnPTQError
 from onptq.models.structure import Block
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.integer import cast_through, fake_quantize_activations
+from onptq.quantizer.norms import find_eps, rms_norm
 from onptq.quantizer.settled import settled_codes, settled_linear
 from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out
 from onptq.quantizer.weights import dequantize, fake_quantize_weight, smoothed, weight_codes
@@ -136,11 +136,9 @@ class QuantNorm(nn.Module):
         self.norm = norm
         _check_gain(norm, block.path(name))
         self.block, self.name, self.storage, self.switch = block, name, storage, switch
+        self.eps = find_eps(norm)
         self.live: Theta | None = None
         self.folded: FoldedNorm | None = None
-        self._frozen: tuple[
-            nn.Module, ...
-        ] = ()  # the norm with the folded gain; a tuple, lest it count as part of the model
 
     @property
     def weight(self) -> Tensor:
@@ -148,23 +146,27 @@ class QuantNorm(nn.Module):
         return gain
 
     def forward(self, x: Tensor) -> Tensor:
+        gain = self.gain()
+        if self.eps is not None:
+            return rms_norm(x, gain, self.eps)
+        return functional_call(self.norm, {"weight": gain}, (x,))  # type: ignore[no-any-return]
+
+    def gain(self) -> Tensor:
+        """Of the side that speaks."""
         if not self.switch.quantized:
-            return self.norm(x)  # type: ignore[no-any-return]
+            return self.weight
         if self.live is not None:
-            gain = self._gain(self.live).to(self.weight.dtype)
-            return functional_call(self.norm, {"weight": gain}, (x,))  # type: ignore[no-any-return]
+            return self._gain(self.live).to(self.weight.dtype)
         if self.folded is None:
             raise RuntimeError("the policy speaks as Q but no theta was attached or frozen")
-        if not self._frozen:
-            self._frozen = (self._with_gain(self.folded.weight),)
-        return self._frozen[0](x)  # type: ignore[no-any-return]
+        return self.folded.weight.to(self.weight.dtype)
 
     def attach(self, theta: Theta) -> None:
         self.release()
         self.live = theta
 
     def release(self) -> None:
-        self.live, self.folded, self._frozen = None, None, ()
+        self.live, self.folded = None, None
 
     def freeze(self, theta: Theta) -> None:
         self.release()
@@ -173,11 +175,6 @@ class QuantNorm(nn.Module):
     @torch.no_grad()
     def fold(self, theta: Theta) -> FoldedNorm:
         return FoldedNorm(self._gain(theta).to(self.storage))
-
-    def _with_gain(self, gain: Tensor) -> nn.Module:
-        norm = copy.deepcopy(self.norm)
-        norm.weight = nn.Parameter(gain.to(self.weight.dtype), requires_grad=False)
-        return norm
 
     def _gain(self, theta: Theta) -> Tensor:
         log_out = log_scales_out(theta, self.block, self.name)
