@@ -29,6 +29,7 @@ from onptq.plan.planning import Plan, make_plan
 from onptq.recipe import ComputeConfig, Recipe, parse_override
 
 GIB = 2**30
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BIG_GPU = Machine("cuda:0", "a big GPU", torch.bfloat16, 139 * GIB, 120 * GIB, 139 * GIB, 6e14, 3.5e12, 5e-6)
 SMALL_GPU = Machine("cuda:0", "a small GPU", torch.bfloat16, 23 * GIB, 60 * GIB, 23 * GIB, 1e14, 0.9e12, 5e-6)
 
@@ -218,20 +219,28 @@ def test_a_model_that_does_not_fit_is_refused(seven: Path) -> None:
     assert "of GPU memory and 23.0 GiB is free" in reason
 
 
-def test_a_small_gpu_is_led_step_by_step_to_a_recipe_that_fits(seven: Path) -> None:
-    """Seven billion parameters on 24 GB: nothing is kept of Q, and less is done at once."""
+@pytest.mark.parametrize(
+    ("gib", "changes"),
+    [
+        (23, {"compute.cache_gib=0.5"}),
+        (21, {"compute.cache_gib=0.5", "calibrate.micro_batch=1", "compute.batch_tokens=4096"}),
+    ],
+)
+def test_a_small_gpu_is_led_step_by_step_to_a_recipe_that_fits(seven: Path, gib: int, changes: set[str]) -> None:
+    """Seven billion parameters on 24 GB: nothing is kept of Q; on less, less is done at once."""
     recipe, taken = Recipe.preset("paper", {"scheme": "W4A8"}), []
-    while refusals := make_plan(seven, recipe, machine=SMALL_GPU).refusals:
+    machine = replace(SMALL_GPU, device_free=gib * GIB, cacheable=gib * GIB)
+    while refusals := make_plan(seven, recipe, machine=machine).refusals:
         (change,) = re.findall(r"--set (\S+) takes less", refusals[0])
         taken.append(change)
         recipe = recipe.with_overrides(dict([parse_override(change)]))
-    assert set(taken) == {"compute.cache_gib=0.5", "calibrate.micro_batch=1"}
+    assert set(taken) == changes
     tight = {"scheme": "W4A8", "compute.cache_gib": 0.0, "calibrate.micro_batch": 1, "compute.batch_tokens": 2048}
     (reason,) = make_plan(
         seven, Recipe.preset("paper", tight), machine=replace(SMALL_GPU, device_free=16 * GIB)
     ).refusals
     assert "takes less" not in reason, "nothing is left to lower"
-    found = make_plan(seven, recipe, machine=SMALL_GPU)
+    found = make_plan(seven, recipe, machine=machine)
     assert all("int8 codes" not in phase.gpu for phase in found.phases)
     assert any("weights made anew" in phase.gpu for phase in found.phases)
 
@@ -307,9 +316,11 @@ def test_a_destination_without_room_is_refused(small: Path, tmpfs: Callable[[str
     assert any("the checkpoint takes" in reason for reason in found.refusals)
 
 
-def test_the_probe_takes_under_a_second_and_finds_rates() -> None:
+def test_the_probe_takes_under_a_second_and_finds_rates(tmp_path: Path) -> None:
+    (tmp_path / "some").write_bytes(bytes(2**20))
+    (tmp_path / "more").write_bytes(bytes(2**24))
     began = time.monotonic()
-    machine = describe_machine(ComputeConfig(device="cpu"), 10**6)
+    machine = describe_machine(ComputeConfig(device="cpu"), 10**6, [tmp_path / "some", tmp_path / "more"])
     assert time.monotonic() - began < 5  # a second of its own, on a machine that may be busy
     assert machine.device == "cpu"
     assert not machine.on_gpu
@@ -317,7 +328,46 @@ def test_the_probe_takes_under_a_second_and_finds_rates() -> None:
     assert machine.flops > 1e8
     assert machine.bandwidth > 1e7
     assert 1e-8 < machine.launch < 1e-2
+    assert machine.reading > 1e6
+    assert machine.cores >= 1
     assert machine.host_free > 0
+
+
+def test_files_are_hashed_side_by_side_and_read_again_from_memory_where_that_holds_them(seven: Path) -> None:
+    def load(**changes: Any) -> float:
+        return make_plan(seven, scheme("W4A8"), machine=replace(BIG_GPU, **changes)).phases[0].seconds
+
+    slow = load(reading=1e8)
+    assert load(reading=1e10, cores=2) < load(reading=1e10) < slow
+    assert load(reading=1e8, host_free=8 * GIB) > 1.5 * slow
+
+
+MEASURED = {
+    "paper": {"Load"},  # measured when looking for NaN still copied weights
+    "light": {"Load", "Calibrate"},  # and when Q's folded weights stayed beside the update's targets
+    "light-24gb": {"Load"},
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_plan_of_a_7b_model_on_an_h200_is_what_was_measured_there(seven: Path, name: str) -> None:
+    found = json.loads((RESULTS / f"h200-{name}.json").read_text())
+    free = int(GIB * (found["memory_gib"] or 139))
+    rates = found["rates"]["flops"], found["rates"]["bandwidth"], 20e-6
+    machine = Machine(
+        "cuda:0", found["device"], torch.bfloat16, free + 2 * GIB, 100 * GIB, free, *rates, 4e9, found["threads"]
+    )
+    recipe, tokens = Recipe.model_validate(found["recipe"]), round(found["run"]["counts"]["prompt_tokens"])
+    plan = make_plan(seven, recipe, prompt_tokens=tokens, machine=machine)
+    assert not plan.refusals
+    measured = found["run"]["phases"]
+    for phase in plan.phases:
+        if phase.name not in measured or phase.name in MEASURED[name]:
+            continue
+        tensors = phase.gpu_bytes - phase.gpu["context"]
+        assert 0.94 < tensors / measured[phase.name]["peak_bytes"] < 1.13, phase.name
+        if measured[phase.name]["seconds"] > 5:
+            assert 0.5 < phase.seconds / measured[phase.name]["seconds"] < 2, phase.name
 
 
 def test_the_command_prints_within_100_columns_and_succeeds(small: Path, tmp_path: Path) -> None:

@@ -111,6 +111,16 @@ def calibrate(
 ) -> Calibrated:
     """theta^(k) to theta^(k+1) on the critical states of `states` (none, or gamma = 0: the static control). `room` says how many
     prompts go through the model at once; without one, as many as `cfg` says."""
+    if cfg.codes == "settled" and not theta.levels:
+        theta = policy.settle(theta)
+    if cfg.codes == "learned":
+        theta = policy.centre(theta)
+    batches = [batch for epoch in range(cfg.epochs) for batch in _batches(len(prompts), cfg.batch, seed + epoch)]
+    progress = progress or Progress(theta.clone())
+    progress.take_codes(theta)
+    update = _Update(progress.theta, theta, cfg, len(batches), progress.moments)
+    policy.attach(progress.theta)  # before the targets: they take the place of Q's folded weights
+
     critical = states if cfg.gamma > 0 else None
     items = make_items(
         policy,
@@ -124,16 +134,6 @@ def calibrate(
     energy = block_energy(targets, items) if cfg.normalize == "energy" else None
     room = room or Room(cfg.micro_batch, "prompts")
     judge = None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg, room)
-
-    if cfg.codes == "settled" and not theta.levels:
-        theta = policy.settle(theta)
-    if cfg.codes == "learned":
-        theta = policy.centre(theta)
-    batches = [batch for epoch in range(cfg.epochs) for batch in _batches(len(items), cfg.batch, seed + epoch)]
-    progress = progress or Progress(theta.clone())
-    progress.take_codes(theta)
-    update = _Update(progress.theta, theta, cfg, len(batches), progress.moments)
-    policy.attach(progress.theta)
     history: list[dict[str, float]] = []
     if judge is not None and progress.step == 0:
         judge.consider(progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -21,8 +21,9 @@ LINEAR_SHARE = 0.73
 DECIDE_PASSES = 30  # [states, V] float32: two log-softmaxes, two divergences, three argmaxes
 DENSE_OPERATIONS = 50  # started per block and forward
 REPLAYED = 9e-6  # seconds of a small operation in a replayed graph, from Follow of a 7B model on an H200
-# Typical of one NVMe disk, and measured on one core of an EPYC; neither is probed. Per second.
-DISK_BYTES, HASH_BYTES, PACKED_CODES, UNPACKED_CODES = 1.0e9, 1.2e9, 2.0e8, 3.7e8
+# Per second, none of them probed: typical of one NVMe disk, measured on the host of an H200, and on one core of an EPYC.
+WRITTEN_BYTES, REREAD_BYTES = 1.0e9, 7.0e9
+HASHED_BYTES, PACKED_CODES, UNPACKED_CODES = 1.2e9, 2.0e8, 3.7e8
 PROCESSED_PATCHES = 4.2e4  # of pictures that Pillow decodes and resizes and numpy cuts up, on one core; per second
 
 
@@ -53,7 +54,7 @@ class Cost:
     scheme: Scheme
     machine: Machine
     kept: Kept
-    checkpoint_bytes: int
+    checkpoint_bytes: Sequence[int]  # of each shard
     output_bytes: int
 
     def phases(self) -> Mapping[str, float]:
@@ -111,7 +112,14 @@ class Cost:
         return flops / machine.flops + states * shapes.vocabulary * WIDE * passes / machine.bandwidth
 
     def load(self) -> float:
-        return self.checkpoint_bytes / HASH_BYTES + self.checkpoint_bytes / DISK_BYTES
+        """Hashed first, a core for each shard, and then read once more."""
+        whole, cores = sum(self.checkpoint_bytes), min(self.machine.cores, len(self.checkpoint_bytes))
+        hashed = max(*self.checkpoint_bytes, whole / cores) / HASHED_BYTES
+        return max(hashed, whole / self.machine.reading) + self.reread(whole)
+
+    def reread(self, size: int) -> float:
+        """What was read or written shortly before, and is still in memory if that holds it."""
+        return size / (REREAD_BYTES if size < self.machine.host_free else self.machine.reading)
 
     def encode(self) -> float:
         """Processors and towers, once per prompt: every patch or frame meets every parameter."""
@@ -216,11 +224,11 @@ class Cost:
 
     def export(self) -> float:
         packing = 0.0 if self.machine.on_gpu else self.packed / PACKED_CODES
-        return packing + (self.checkpoint_bytes + self.output_bytes) / DISK_BYTES
+        return packing + self.reread(sum(self.checkpoint_bytes)) + self.output_bytes / WRITTEN_BYTES
 
     def verify(self) -> float:
         forward = 2 * self.dense(2 * self.work.prompt_tokens, 2, self.work.prompt_tokens / 2)
-        return self.output_bytes / DISK_BYTES + self.packed / UNPACKED_CODES + forward
+        return self.reread(self.output_bytes) + self.packed / UNPACKED_CODES + forward
 
     @property
     def packed(self) -> int:

@@ -1,4 +1,5 @@
-"""What this machine has: free memory, and how fast it multiplies, copies and starts operations, measured in under a second."""
+"""What this machine has: free memory, and how fast it multiplies, copies, starts operations and reads the model's files, measured
+in under a second."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from onptq.cycle.room import free_memory
 from onptq.models.loading import choose_device, choose_dtype
 from onptq.recipe import ComputeConfig
 
-PROBE_SECONDS = 0.12  # for each of the three rates
+PROBE_SECONDS = 0.12  # for each of the four rates
+PIECE = 2**22  # bytes of a file read at a time
 SPANS = (2**16, 2**25)  # numbers of an elementwise operation in the probe
 
 
@@ -31,27 +33,29 @@ class Machine:
     flops: float  # per second, of a large product in that dtype
     bandwidth: float  # bytes per second, read and written by an elementwise operation
     launch: float  # seconds that an operation takes on next to nothing
+    reading: float = 1.0e9  # bytes per second of the model's files; unless probed, typical of one NVMe disk
+    cores: int = 1
 
     @property
     def on_gpu(self) -> bool:
         return self.device != "cpu"
 
 
-def describe_machine(compute: ComputeConfig, span: int) -> Machine:
+def describe_machine(compute: ComputeConfig, span: int, files: Sequence[Path]) -> Machine:
     """Raises where the recipe's device is not here. `span` is how many numbers a large operation of the run has: a fresh
-    tensor beyond what caches and allocator hold costs many times as much per byte."""
+    tensor beyond what caches and allocator hold costs many times as much per byte. `files` are the model's weights."""
     device = choose_device(compute.device)
     dtype = choose_dtype(compute.dtype, device)
     host = host_free()
-    flops, bandwidth, launch = _rates(device, dtype, span)
+    rates = (*_rates(device, dtype, span), _reading(files), len(os.sched_getaffinity(0)))
     if device.type == "cuda":
         free = free_memory(device)
         name = torch.cuda.get_device_name(device)
-        return Machine(str(device), name, dtype, free, host, free, flops, bandwidth, launch)
+        return Machine(str(device), name, dtype, free, host, free, *rates)
     unused = free_memory(device)
     threads = torch.get_num_threads()
     name = f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
-    return Machine("cpu", name, dtype, host, host, min(unused, host), flops, bandwidth, launch)
+    return Machine("cpu", name, dtype, host, host, min(unused, host), *rates)
 
 
 def host_free() -> int:
@@ -82,6 +86,17 @@ def _rates(device: torch.device, dtype: torch.dtype, span: int) -> tuple[float, 
     copy = _seconds(lambda: long * 2, device)
     launch = _seconds(lambda: small * 2, device)
     return 2 * width**3 / product, 2 * long.nbytes / copy, launch
+
+
+def _reading(files: Sequence[Path]) -> float:
+    """From the disk, or from memory where they were read lately."""
+    largest = max(files, key=lambda path: path.stat().st_size)
+    with largest.open("rb", buffering=0) as file:
+        file.seek(largest.stat().st_size // 2)
+        began, read = time.perf_counter(), 0
+        while (piece := file.read(PIECE)) and time.perf_counter() - began < PROBE_SECONDS:
+            read += len(piece)
+        return read / (time.perf_counter() - began)
 
 
 def _seconds(operation: Callable[[], object], device: torch.device) -> float:

@@ -52,6 +52,7 @@ class Memory:
     compute: int  # bytes of a number in the compute dtype
     storage: int  # in the checkpoint
     kept: Kept
+    kernels: bool = False  # on a GPU weights go through kernels, which keep nothing of their size but what they give
 
     def phases(self) -> Mapping[str, Terms]:
         phases = {"Load": self.load(), "Encode": self.encode(), "Initialize": self.initialize()}
@@ -91,7 +92,7 @@ class Memory:
         but what one linear is made of."""
         shapes = self.shapes
         if self.kept.weights == "nothing":
-            return {"weights made anew": self.folding()}
+            return {"weights made anew": self.making()}
         floats = shapes.linears if self.kept.weights == "floats" else 2 * shapes.largest
         # Without zero points theta's settled codes are the deployed ones.
         theirs = self.settled and self.scheme.symmetric
@@ -146,19 +147,24 @@ class Memory:
         """The last block of a start that learns how weights round: it has its offsets beside the best, and their gradients."""
         shapes, work, c = self.shapes, self.work, self.compute
         every, tokens = work.prompts * work.answered, work.start_rows * work.answered
-        smoothed = shapes.block * (WIDE if self.scheme.symmetric else 2 * WIDE)  # and the offset with its zero point
+        # And the offset with its zero point.
+        smoothed = 0 if self.kernels else shapes.block * (WIDE if self.scheme.symmetric else 2 * WIDE)
         return self.start() | {
             "answered prompts": every * shapes.hidden * c,
             # D's and Q's, each with its mask.
             "two streams": 2 * every * (shapes.hidden * c + work.answered),
             "offsets of a block": 2 * shapes.block * WIDE,
-            "weights in the graph": smoothed + shapes.block * c + self.folding(),
+            "weights in the graph": smoothed + shapes.block * c + self.making(),
             "activations in the graph": self.graph_activations(tokens, work.answered),
             "residual streams and errors": tokens * shapes.hidden * (c + 3 * WIDE),
         }
 
     def folding(self) -> int:
         return self.shapes.largest * (FOLD_COPIES * WIDE + self.compute)
+
+    def making(self) -> int:
+        """What lives beside a weight while theta makes it, or its gradient: of kernels the gradient alone."""
+        return self.shapes.largest * self.compute if self.kernels else self.folding()
 
     def follow(self) -> Terms:
         work, shapes = self.work, self.shapes
@@ -224,7 +230,7 @@ class Memory:
             "dense targets": min(self.kept.targets, target),
             "theta and optimizer": (shapes.smoothing + shapes.steps) * WIDE * THETA_COPIES,
             "residual streams and errors": shapes.layers * tokens * shapes.hidden * (self.compute + WIDE),
-            "weights in the graph": alive * self.live_weights() + self.folding(),
+            "weights in the graph": alive * self.live_weights() + self.making(),
             "activations in the graph": alive * self.graph_activations(tokens, length),
             "logits": self.logits(states, 4, LOSS_COPIES),
         }
@@ -248,10 +254,12 @@ class Memory:
 
     def live_weights(self) -> int:
         """What backward keeps of a block's weights: smoothed and its magnitude in float32, as a float32 copy where they
-        are not one already, and rounded in the compute dtype. Of settled codes, their product with steps, and the codes
-        where these are of groups."""
+        are not one already, and rounded in the compute dtype; of kernels what is rounded alone. Of settled codes, their product
+        with steps, and the codes where these are of groups."""
         if self.settled:
             return self.shapes.block * self.compute * (2 if self.scheme.group_size else 1)
+        if self.kernels:
+            return self.shapes.block * self.compute
         return self.shapes.block * ((2 if self.compute == WIDE else 3) * WIDE + self.compute)
 
     def graph_activations(self, tokens: int, keys: int) -> int:
@@ -267,7 +275,7 @@ class Memory:
         held = {"prefix caches": self.prefixes(2 if rounds else 0)}
         return {
             **self.resident(),
-            **self.quantized(),
+            **({"weight being folded": self.folding()} if self.kept.weights == "nothing" else self.quantized()),
             **(self.per_weight() if rounds else self.start()),
             **held,
         }

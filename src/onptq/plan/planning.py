@@ -91,8 +91,8 @@ def make_plan(
     prompt_tokens: int | None = None,
     machine: Machine | None = None,
 ) -> Plan:
-    """Reads config.json and safetensors headers and, unless it is told of another `machine`, probes this one for under a
-    second; loads and writes nothing.
+    """Reads config.json and safetensors headers and, unless it is told of another `machine`, probes this one and how fast it
+    reads the weights' files for under a second; loads and writes nothing.
 
     Raises OnPTQError only where there is no such model; whatever stops the run itself is among the refusals.
     """
@@ -104,7 +104,7 @@ def make_plan(
         source = locate(model)
         known |= {"family": source.family.name, "work": work_of(recipe, source, prompt_tokens)}
         known["parts"] = parts = find_parts(source, scheme)
-        machine = machine or describe_machine(recipe.compute, parts.shapes.largest)
+        machine = machine or describe_machine(recipe.compute, parts.shapes.largest, source.shards)
     except OnPTQError as error:
         return Plan(**known, refusals=(str(error),))
     known |= {"machine": machine}
@@ -128,9 +128,9 @@ def _phases(source: Source, parts: Parts, machine: Machine, work: Work, scheme: 
     shapes, compute, storage = parts.shapes, machine.dtype.itemsize, DTYPES[parts.storage].itemsize
     free = max(0, machine.cacheable - shapes.loaded * compute)
     kept = Kept.of(free, shapes.linears * compute, shapes.linears, work.recipe)
-    memory = Memory(shapes, work, scheme, compute, storage, kept)
-    checkpoint = sum(shard.stat().st_size for shard in source.shards)
-    seconds = Cost(shapes, work, scheme, machine, kept, checkpoint, parts.output_bytes).phases()
+    memory = Memory(shapes, work, scheme, compute, storage, kept, machine.on_gpu)
+    sizes = [shard.stat().st_size for shard in source.shards]
+    seconds = Cost(shapes, work, scheme, machine, kept, sizes, parts.output_bytes).phases()
     for name, terms in memory.phases().items():
         host = _host_only(name, parts, memory)
         if machine.on_gpu:
