@@ -1,12 +1,21 @@
-"""Which of PyTorch's attention kernels may run."""
+"""Which of PyTorch's attention kernels may run, and what they are given on a GPU."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface
 
 TRUSTED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+NAME = "onptq_groups"
+ALIGNED = 8  # numbers at which rows of a mask begin; others are copied in every block
 
 
 def trusted_attention() -> AbstractContextManager[None]:
@@ -18,3 +27,47 @@ def trusted_attention() -> AbstractContextManager[None]:
     """
     trusted: AbstractContextManager[None] = sdpa_kernel(TRUSTED)
     return trusted
+
+
+def grouped_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Who sees whom, [B, 1, S, K], as what is added to logits, once for every query head of a group: [B, 1, groups S, K]."""
+    hidden = ~mask.repeat(1, 1, groups, 1)
+    *rows, keys = hidden.shape
+    padded = torch.zeros(*rows, -(-keys // ALIGNED) * ALIGNED, dtype=dtype, device=mask.device)
+    return padded[..., :keys].masked_fill_(hidden, -math.inf)
+
+
+def attend_in_groups(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Query heads [B, heads, S, d] over fewer key heads: those that share one are rows of one product, so that no key is copied.
+    The mask is a grouped one."""
+    batch, heads, rows, width = query.shape
+    together = query.reshape(batch, key.shape[1], -1, width)
+    found = functional.scaled_dot_product_attention(together, key, value, attn_mask=attention_mask, scale=scaling)
+    return found.reshape(batch, heads, rows, width).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attend_in_groups)
+
+
+def wants_groups(mask: Tensor | None) -> bool:
+    """Without a mask PyTorch groups heads itself."""
+    return mask is not None and mask.is_cuda
+
+
+@contextmanager
+def in_groups(block: nn.Module) -> Iterator[None]:
+    """Instead of keys copied for every query head, as transformers does where there is a mask."""
+    config: Any = block.self_attn.config  # type: ignore[union-attr]
+    before, config._attn_implementation = config._attn_implementation, NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

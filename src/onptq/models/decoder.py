@@ -7,6 +7,7 @@ which slots are real, so neither padding nor a model's remembered rope offset ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from onptq.models.attention import trusted_attention
+from onptq.models.attention import grouped_mask, in_groups, trusted_attention, wants_groups
 from onptq.models.structure import Structure
 
 
@@ -107,13 +108,16 @@ def run_blocks(
     checkpointed: bool = False,
 ) -> Tensor:
     """The residual stream after the last block, before the final norm; `observe` sees it after every block."""
-    hidden, decoder = tokens.embeds, structure.decoder
+    hidden, decoder, mask = tokens.embeds, structure.decoder, tokens.mask
     positions = tokens.positions if tokens.positions.shape[0] > 1 else tokens.positions[0]
     rotary = decoder.rotary_emb(hidden, positions)  # type: ignore[operator]
+    groups = structure.blocks[0].groups if wants_groups(mask) else 0
+    if mask is not None and groups:
+        mask = grouped_mask(mask, groups, hidden.dtype)
 
     def step(block: nn.Module, hidden: Tensor) -> Tensor:
-        with trusted_attention():
-            out: Tensor = block(hidden, attention_mask=tokens.mask, position_embeddings=rotary, past_key_values=cache)
+        with trusted_attention(), in_groups(block) if groups else nullcontext():
+            out: Tensor = block(hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache)
         return out
 
     for block in structure.blocks:

@@ -25,6 +25,11 @@ class Block:
     kv_heads: int
     head_dim: int
 
+    @property
+    def groups(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
     def owner(self, name: str) -> nn.Module:
         parent = LINEARS[name][0] if name in LINEARS else None
         return getattr(self.module, parent) if parent else self.module

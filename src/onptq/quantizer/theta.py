@@ -152,7 +152,7 @@ def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor:
     """log s of a linear's input columns, [I]. Under GQA one scale per KV channel serves every query head of its group."""
     u = theta.smoothing[pair_key(block, PAIR_INTO[name])]
     if name == "o_proj":
-        u = u.view(block.kv_heads, 1, block.head_dim).expand(-1, block.heads // block.kv_heads, -1).reshape(-1)
+        u = u.view(block.kv_heads, 1, block.head_dim).expand(-1, block.groups, -1).reshape(-1)
     return u
 
 
