@@ -1,4 +1,4 @@
-"""`onptq plan`: what is quantized, what is refused, and that nothing but headers is read."""
+"""`onptq plan`: what is quantized, what is refused, and that no weight is needed for it."""
 
 from __future__ import annotations
 
