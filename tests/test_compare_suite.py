@@ -456,6 +456,19 @@ def test_a_model_that_is_not_installed_is_named_before_anything_runs(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_place_that_cannot_be_used_is_noticed_before_anything_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr("onptq.cli.suite.draw_calibration", refuse)
+    (tmp_path / "file").write_text("something")
+    result = call("compare", "--suite", "smoke", "--out", tmp_path / "file")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is a file; expected a folder" in " ".join(result.stderr.split())
+
+
 def test_material_that_cannot_be_drawn_is_named_before_any_bed_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

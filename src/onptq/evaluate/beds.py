@@ -21,9 +21,10 @@ from onptq.evaluate.items import Item
 from onptq.evaluate.statistics import REPLICATES
 from onptq.evaluate.suite_tables import collect, markdown
 from onptq.files import atomically, to_json
-from onptq.models.loading import find_source
+from onptq.models.loading import choose_device, find_source
 from onptq.progress import NamedReporter, QuietReporter, Reporter
 from onptq.recipe import Recipe
+from onptq.run import check_place
 
 TABLES, WORDS, LOCK = "suite.json", "suite.md", ".suite-lock"
 
@@ -115,7 +116,10 @@ def run_suite(
     reporter, folder = reporter or QuietReporter(), Path(out)
     names = candidate_names(methods or suite.methods, schemes or suite.schemes, recipe.seed, seeds)
     candidates = parse_candidates(names, recipe)
+    choose_device(recipe.compute.device)
     families = {model: _family(model, check) for model in dict.fromkeys(models or suite.models)}
+    for model in families:
+        check_place(bed_folder(folder, model))
     for model, family in families.items():
         named = NamedReporter(reporter, model) if len(families) > 1 else reporter
         material = draw(family, named)

@@ -94,8 +94,10 @@ def _reading(files: Sequence[Path]) -> float:
     with largest.open("rb", buffering=0) as file:
         file.seek(largest.stat().st_size // 2)
         began, read = time.perf_counter(), 0
-        while (piece := file.read(PIECE)) and time.perf_counter() - began < PROBE_SECONDS:
+        while piece := file.read(PIECE):
             read += len(piece)
+            if time.perf_counter() - began > PROBE_SECONDS:
+                break
         return read / (time.perf_counter() - began)
 
 

@@ -147,7 +147,7 @@ class Memory:
         """The last block of a start that learns how weights round: it has its offsets beside the best, and their gradients."""
         shapes, work, c = self.shapes, self.work, self.compute
         every, tokens = work.prompts * work.answered, work.start_rows * work.answered
-        # And the offset with its zero point.
+        # Zero points are added to offsets, which makes another of these.
         smoothed = 0 if self.kernels else shapes.block * (WIDE if self.scheme.symmetric else 2 * WIDE)
         return self.start() | {
             "answered prompts": every * shapes.hidden * c,
