@@ -392,6 +392,30 @@ def test_another_vllm_keeps_its_gates(heuristics: Any, caplog: pytest.LogCapture
     assert heuristics.get_configs(layer_config=layer())[0] == [0, 1, {"new": 1}]
 
 
+def test_vllm_compiles_anew_where_the_table_has_changed(
+    heuristics: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known: dict[str, Any] = {}
+    pretend(monkeypatch, {"vllm.envs": {"environment_variables": known}})
+    monkeypatch.setattr(sys.modules["vllm"], "envs", sys.modules["vllm.envs"], raising=False)
+    plugin.register()
+    (key,) = known.values()
+    first = key()
+    assert first == (tmp_path / "found.json").read_text()
+    Table("GPU", "0.1.17").write(tmp_path / "found.json")
+    plugin.found_here.cache_clear()  # another process
+    assert key() != first
+
+
+def test_launches_of_few_rows_are_kept_from_humming(heuristics: Any, tmp_path: Path) -> None:
+    launch = {"kernel": "few_rows", "warps": 8, "cluster": 4, "depth": 2}
+    found = [Found(0, 1, launch, {"1": (2.0, 1.0)}), Found(1, 8, {"new": 1}, {"8": (2.0, 1.0)})]
+    Table("GPU", "0.1.17", {str(PRODUCT): found}).write(tmp_path / "found.json")
+    plugin.register()
+    own = {"own": "Hopper"}
+    assert heuristics.get_configs(layer_config=layer()) == [[0, 1, own], [1, 8, {"new": 1}], [8, END, own]]
+
+
 def test_without_humming_the_plugin_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "find_spec", lambda name: None)
     plugin.register()

@@ -17,6 +17,7 @@ from onptq.quantizer.integer import code_range
 from onptq.runtime.humming import PADDED_COLUMNS, PADDED_OUTPUTS, check_device, quantize_rows
 from onptq.schedules.candidates import candidates, early
 from onptq.schedules.captured import captured_seconds
+from onptq.schedules.few_rows import SINCE, FewRows, is_launch, launches
 from onptq.schedules.table import Product, Schedule
 
 COLD = 4  # times the second-level cache that weights take, so that each product finds its own in memory
@@ -25,7 +26,7 @@ OTHER, BETWEEN_CALLS = 1024, 64  # of a small kernel: values, and calls by which
 EARLY_SINCE = (9, 0)  # GPUs that can set a kernel up before the one before it has ended
 OFF = 0.65  # of a step, which codes may be off: a half and, of the largest values, what 16 bits leave of them and of the step
 GATED_CALLS = 4
-TOLERANCE = 2**-7  # of the largest value; sums may be taken in another order and are rounded to 16 bits
+TOLERANCE = 2**-7  # of the largest value: sums are rounded to 16 bits, and again when they have their step
 
 
 class HummingProduct:
@@ -52,9 +53,10 @@ class HummingProduct:
         ).to(device)
         low, high = code_range(weight_bits)
         codes = torch.randint(0, high - low + 1, (outputs, inputs), device=device, dtype=torch.int32)
-        step = torch.rand(outputs, inputs // group if group else 1, device=device) * 1e-3 + 1e-4
-        bias = torch.zeros(outputs, device=device, dtype=dtype)
-        tensors = {"weight": ops.pack_weight(codes, weight_bits), "weight_scale": step.to(dtype), "bias": bias}
+        step = (torch.rand(outputs, inputs // group if group else 1, device=device) * 1e-3 + 1e-4).to(dtype)
+        bias = torch.randn(outputs, device=device).to(dtype)
+        tensors = {"weight": ops.pack_weight(codes, weight_bits), "weight_scale": step, "bias": bias}
+        self.codes, self.low, self.step, self.bias = codes.to(torch.uint8), low, step, bias
         layer.load_from_tensors(tensors)
         layer.transform()
         self.layer, self.config = layer, layer.humming_config
@@ -66,12 +68,22 @@ class HummingProduct:
         self.other = torch.ones(OTHER, device=device)
         self.between = captured_seconds(lambda call: self.other.neg_(), BETWEEN_CALLS)
         self.inputs: Callable[[int], tuple[Tensor, Tensor | None]] = cache(self._draw)
+        self.exact: Callable[[int], Tensor] = cache(self._exact)
 
     def _draw(self, rows: int) -> tuple[Tensor, Tensor | None]:
         x = torch.randn(rows, self.layer.shape_k, device=self.device).to(self.dtype)
         if self.activation_bits == 16:
             return x, None
         return quantize_rows(x, self.activation_bits)
+
+    def _exact(self, rows: int) -> Tensor:
+        """In float32, rounded once."""
+        x, step = self.inputs(rows)
+        weight = (self.codes.float() + self.low).view(len(self.codes), self.step.shape[1], -1) * self.step.float()[
+            ..., None
+        ]
+        values = x.float() if step is None else x.float() * step
+        return (values @ weight.flatten(1).T + self.bias.float()).to(self.dtype)
 
     def own(self, rows: int) -> Schedule:
         from humming.tune import get_heuristics_config  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -80,10 +92,13 @@ class HummingProduct:
         return found
 
     def candidates(self, rows: int) -> Iterable[Schedule]:
-        return candidates(rows, self.own(rows), self.product.outputs, self.activation_bits)
+        yield from candidates(rows, self.own(rows), self.product.outputs, self.activation_bits)
+        if torch.cuda.get_device_capability(self.device) >= SINCE:
+            yield from launches(self.product, rows)
 
     def refined(self, schedules: Sequence[Schedule]) -> Iterable[Schedule]:
-        return map(early, schedules) if torch.cuda.get_device_capability(self.device) >= EARLY_SINCE else ()
+        if torch.cuda.get_device_capability(self.device) >= EARLY_SINCE:
+            yield from (early(one) for one in schedules if not is_launch(one))
 
     def build(self, schedules: Sequence[Schedule]) -> list[Schedule]:
         from humming.kernel.humming import HummingKernel  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -92,7 +107,10 @@ class HummingProduct:
 
         def prepare(schedule: Schedule) -> Schedule | None:
             try:
-                HummingKernel.prepare_kernels(text, None, json.dumps(schedule), self.device.index or 0)
+                if is_launch(schedule):
+                    self._few_rows(schedule)
+                else:
+                    HummingKernel.prepare_kernels(text, None, json.dumps(schedule), self.device.index or 0)
             except Exception:  # what does not fit raises what its own checks, the compiler or the driver raise
                 return None
             return schedule
@@ -101,7 +119,7 @@ class HummingProduct:
             return [one for one in pool.map(prepare, schedules) if one is not None]
 
     def right(self, schedule: Schedule, rows: int) -> bool:
-        expected = self._multiply(self.weights[0], rows, self.own(rows))
+        expected = self.exact(rows)
         try:
             found = self._multiply(self.weights[0], rows, schedule)
         except RuntimeError:  # built, but the driver does not give it that much shared memory
@@ -123,6 +141,8 @@ class HummingProduct:
 
         inputs, step = self.inputs(rows)
         layer: Any = self.layer
+        if is_launch(schedule):
+            return self._few_rows(schedule)(inputs, weight, layer.weight_scale, layer.bias)
         product: Tensor = humming_forward(
             self.config,
             inputs=inputs,
@@ -134,6 +154,10 @@ class HummingProduct:
             tuning_config=json.dumps(schedule),
         )
         return product
+
+    def _few_rows(self, launch: Schedule) -> FewRows:
+        with torch.cuda.device(self.device):
+            return FewRows.of(self.product, launch)
 
     def gated(self, rows: int) -> tuple[float, float] | None:
         from humming.forward import may_process_input  # type: ignore[import-not-found, import-untyped, unused-ignore]

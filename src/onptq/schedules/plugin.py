@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from onptq.errors import OnPTQError
-from onptq.schedules import gated
+from onptq.schedules import few_rows, gated
 from onptq.schedules.table import Product, Table, overlay, table_path, tables_exist
 
 PACKAGE = "humming-kernels"
@@ -23,7 +23,9 @@ def register() -> None:
     if find_spec("humming") is None or not tables_exist():
         return
     _register_schedules()
+    few_rows.register(lambda: found_here().products)
     gated.register(lambda: found_here().gated)
+    _join_compile_key()
 
 
 def _register_schedules() -> None:
@@ -36,13 +38,21 @@ def _register_schedules() -> None:
     def get_configs(cls: Any, layer_config: Any, *args: Any, **options: Any) -> Any:
         intervals = own.__func__(cls, layer_config, *args, **options)
         plain = not any(options.get(name) for name in ("use_f16_accum", "use_batch_invariant")) and not args
-        found = (
-            found_here().products.get(str(Product.of(layer_config))) if plain and not layer_config.num_experts else None
-        )
-        return overlay(intervals, found) if found else intervals
+        found = found_here().products.get(str(Product.of(layer_config)), ()) if plain else ()
+        schedules = [one for one in found if not few_rows.is_launch(one.schedule)]
+        return overlay(intervals, schedules) if schedules and not layer_config.num_experts else intervals
 
     setattr(get_configs, MARK, True)
     DeviceHeuristics.get_configs = classmethod(get_configs)
+
+
+def _join_compile_key() -> None:
+    """vLLM takes a compiled model from its cache where nothing has changed that it knows of: it is told of the table."""
+    try:
+        from vllm import envs  # type: ignore[import-not-found]
+    except ImportError:
+        return
+    envs.environment_variables["ONPTQ_FOUND"] = lambda: found_here().text()
 
 
 @cache

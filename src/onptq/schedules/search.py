@@ -1,4 +1,5 @@
-"""The search: every schedule that can be built is run, must give what humming's own gives, and is timed beside it."""
+"""The search: every schedule that can be built is run, must give the exact product but for rounding, and is timed beside
+humming's own."""
 
 from __future__ import annotations
 

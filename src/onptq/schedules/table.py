@@ -89,9 +89,12 @@ class Table:
                 f"{path} is of {self.device}, humming {self.humming}; here are {device}, humming {humming}: expected another file"
             )
 
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
     def write(self, path: Path) -> None:
         with atomically(path) as part:
-            part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            part.write_text(self.text(), encoding="utf-8")
 
 
 def _read_found(values: Mapping[str, Any]) -> Found:
