@@ -25,6 +25,7 @@ from onptq.cli import app
 from onptq.errors import OnPTQError
 from onptq.progress import QuietReporter
 from onptq.runtime.linear import has_integer_product
+from onptq.schedules import few_rows
 from onptq.zoo.configs import RANDOM_TOWERS, Dims
 from onptq.zoo.published import PUBLISHED, Published
 
@@ -290,6 +291,23 @@ def test_kernels_are_read_off_the_layers_that_were_loaded() -> None:
     ]
     found = describe_kernels(SimpleNamespace(named_modules=lambda: named))
     assert found == {"CompressedTensorsWNA8Int / HummingLinearKernel, int8 x uint4": 2, "UnquantizedLinearMethod": 1}
+
+
+def test_rows_that_another_kernel_multiplies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {"one": [(0, 1), (4, 8)], "other": []}
+    monkeypatch.setitem(sys.modules, "humming.ops", SimpleNamespace(humming_gemm=lambda: None))
+    monkeypatch.setattr(sys.modules["humming.ops"].humming_gemm, few_rows.MARK, taken.__getitem__, raising=False)
+
+    def linear(name: str) -> Any:
+        config = SimpleNamespace(a_dtype="float16", b_dtype="uint4", to_str=lambda: name)
+        return SimpleNamespace(scheme=SimpleNamespace(kernel=SimpleNamespace(layer_config=config)))
+
+    named = [("model.layers.0.self_attn.qkv_proj", linear("one")), ("model.layers.0.mlp.down_proj", linear("other"))]
+    found = describe_kernels(SimpleNamespace(named_modules=lambda: named))
+    assert found == {
+        "SimpleNamespace / SimpleNamespace, float16 x uint4 (rows 1 and 5 to 8 by few_rows)": 1,
+        "SimpleNamespace / SimpleNamespace, float16 x uint4": 1,
+    }
 
 
 def test_the_kernel_that_ran_is_held_against_the_plan() -> None:

@@ -134,8 +134,16 @@ def _describe(module: Any) -> str:
     kernel = getattr(scheme, "kernel", None)
     name = f"{type(scheme).__name__} / {type(kernel).__name__ if kernel is not None else 'no kernel of its own'}"
     # Humming alone says what it multiplies; a kernel's own configuration names the model's dtype, whatever it rounds to.
-    metas = getattr(module, "humming_metas", None) or {}
-    return ", ".join((name, *(f"{meta.a_dtype} x {meta.b_dtype}" for meta in metas.values())))
+    metas = (getattr(module, "humming_metas", None) or {"": getattr(kernel, "layer_config", None)}).values()
+    return ", ".join((name, *(f"{one.a_dtype} x {one.b_dtype}{_few_rows(one)}" for one in metas if one is not None)))
+
+
+def _few_rows(layer: Any) -> str:
+    """The rows whose products OnPTQ's plugin has taken from humming (`onptq.schedules.few_rows`)."""
+    taken = getattr(getattr(sys.modules.get("humming.ops"), "humming_gemm", None), "_onptq_few_rows", None)
+    found = taken(layer.to_str()) if taken else ()
+    spans = (f"{above + 1} to {upto}" if above + 1 < upto else str(upto) for above, upto in found)
+    return f" (rows {' and '.join(spans)} by few_rows)" if found else ""
 
 
 def weight_bytes(model: Any) -> int:

@@ -20,7 +20,7 @@ from onptq.schemes import Scheme
 LINEAR_SHARE = 0.73
 DECIDE_PASSES = 30  # [states, V] float32: two log-softmaxes, two divergences, three argmaxes
 DENSE_OPERATIONS = 50  # started per block and forward
-REPLAYED = 9e-6  # seconds of a small operation in a replayed graph, from Follow of a 7B model on an H200
+REPLAYED = 6e-6  # seconds of a small operation in a replayed graph, from Follow of a 7B model on an H200
 # Per second, none of them probed: typical of one NVMe disk, measured on the host of an H200, and on one core of an EPYC.
 WRITTEN_BYTES, REREAD_BYTES = 1.0e9, 7.0e9
 HASHED_BYTES, PACKED_CODES, UNPACKED_CODES = 1.2e9, 2.0e8, 3.7e8
@@ -42,7 +42,7 @@ class Passes:
 
 
 PLAIN = Passes(10, 14, 36, 15, 16, 4, 120, 260)  # counted in the modules
-KERNELS = Passes(3, 1.5, 2.5, 10, 2, 1.5, 65, 100)  # and in the kernels, which read weights and gradients in 16 bits
+KERNELS = Passes(3, 1.5, 2.5, 10, 2, 1.5, 47, 82)  # and in the kernels, which read weights and gradients in 16 bits
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from onptq.schedules.table import Found, Product, Schedule
 
 KERNEL = "few_rows"
-MARK = "_onptq_few_rows"
+MARK = "_onptq_few_rows"  # of what took the place of humming's function; says for which rows of a layer
 MOST = 8  # rows
 SINCE = (9, 0)  # GPUs whose blocks can share a sum
 OUTPUTS, COLUMNS = 64, 16  # of a warp's step
@@ -171,7 +171,7 @@ def register(chosen: Callable[[], Mapping[str, Sequence[Found]]]) -> None:
             inputs=inputs, weight=weight, weight_scale=weight_scale, bias=bias, locks=locks, **named, **others
         )
 
-    setattr(humming_gemm, MARK, True)
+    setattr(humming_gemm, MARK, lambda layer: [(found.above, found.upto) for found, _ in ours(layer)])
     ops.humming_gemm = humming_gemm
 
 
