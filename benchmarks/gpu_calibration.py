@@ -6,7 +6,7 @@
 
 One call of `onptq.quantize`, as a user makes it; the pictures are as large as real ones (about 400 tokens). Per phase: seconds,
 tokens per second, the most memory that tensors held, and how much of the time the two floors explain (benchmarks/floors.py).
-`--sweep` runs smaller settings instead, changing one thing at a time.
+`--sweep` runs smaller settings instead, changing one thing at a time; `--profile Calibrate` looks into a few steps of a phase.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from floors import Rates, measure_rates
 from measured_run import PHASES, Bench, Setting
+from profiled import show_profile
 from rich.console import Console
 from rich.table import Table
 
@@ -39,6 +40,7 @@ from onptq.zoo.published import PUBLISHED, Published, find_published
 PACKAGES = ("torch", "transformers", "compressed-tensors", "triton")
 MATRIX, COPIED = 8192, 2**32  # of the rates' measurement on a GPU
 TINY_MATRIX, TINY_COPIED = 256, 2**22
+PROFILED = ("Follow", "Compare", "Branch", "Calibrate")
 
 # One thing at a time around this point; every value of a sweep is a run of its own. With --layers all depths are scaled.
 BASE = {"prompts": 32, "tokens": 32, "horizon": 4, "media_tokens": 400, "layers": 8}
@@ -155,6 +157,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--folder", type=Path, help="where the model is made, and kept for the next call")
     parser.add_argument("--verify", action="store_true", help="also reload the checkpoint and compare it")
+    parser.add_argument("--profile", choices=PROFILED, help="look into two steps of a phase, which then takes longer")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write every number to FILE")
     parser.add_argument("--sweep", nargs="*", choices=SWEEPS, help="change one of these (all, unless named) at a time")
     parser.add_argument("--tiny", action="store_true", help="a model of the family that a CPU runs in seconds")
@@ -189,8 +192,11 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
     media = arguments.media_tokens or (TINY_BASE if arguments.tiny else BASE)["media_tokens"]
     recipe = make_recipe(arguments.preset, arguments.scheme, changes, point)
     setting = Setting(shape, arguments.layers or shape.dims.layers, media, recipe)
-    report |= {"recipe": recipe.model_dump(), "layers": setting.layers, "run": bench.run(setting, arguments.verify)}
-    show_run(console, report["run"], rates)
+    run = bench.run(setting, arguments.verify, arguments.profile)
+    report |= {"recipe": recipe.model_dump(), "layers": setting.layers, "run": run}
+    show_run(console, run, rates)
+    if run.get("profile"):
+        show_profile(console, run["profile"])
     return report
 
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from floors import Counts, Floors, Rates
 from pictures import draw_prompts
+from profiled import Profiled
 
 import onptq
 from onptq.data.prompts import Prompt
@@ -56,8 +57,8 @@ class Phase:
 class Measuring(QuietReporter):
     """Seconds and peak of every phase by its first word, and of what lies between phases; says each as it ends."""
 
-    def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
-        self.device, self.say = device, say
+    def __init__(self, device: torch.device, say: Callable[[str], None], profiled: Profiled | None = None) -> None:
+        self.device, self.say, self.profiled = device, say, profiled
         self.phases: dict[str, Phase] = {}
         self.reserved: int | None = None  # on a GPU: what the allocator took for tensors, the most at any time
         self._reset()
@@ -67,9 +68,12 @@ class Measuring(QuietReporter):
         ended = self._began
         self._close(BETWEEN)
         began = time.perf_counter()
+        first = name.split()[0]
         with super().phase(name, total, unit) as bar:
-            yield bar
-        peak = self._close(name.split()[0])
+            yield bar if self.profiled is None else self.profiled.watching(first, bar)
+        if self.profiled is not None:
+            self.profiled.end()
+        peak = self._close(first)
         held = "" if peak is None else f", {peak / 2**30:.2f} GiB"
         self.say(f"{name}: {time.perf_counter() - began:.2f} s{held}, {began - ended:.2f} s after the phase before")
 
@@ -125,12 +129,13 @@ class Bench:
     rates: Rates
     say: Callable[[str], None]
 
-    def run(self, setting: Setting, verify: bool = False) -> dict[str, Any]:
-        """One whole run; its checkpoint is thrown away, the model stays for the next."""
+    def run(self, setting: Setting, verify: bool = False, profile: str | None = None) -> dict[str, Any]:
+        """One whole run; its checkpoint is thrown away, the model stays for the next. A profiled phase takes longer."""
         model, made = self._model(setting)
         out = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder))
         prompts = prompts_of(setting)
-        measuring = Measuring(self.device, self.say)
+        profiled = None if profile is None else Profiled(profile, self.device)
+        measuring = Measuring(self.device, self.say, profiled)
         began = time.perf_counter()
         try:
             result = onptq.quantize(model, out, **prompts, recipe=setting.recipe, reporter=measuring, verify=verify)
@@ -142,7 +147,7 @@ class Bench:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return {
+        found = {
             "seconds": seconds,
             "made_in": made,
             "peak_bytes": measuring.peak,
@@ -151,6 +156,7 @@ class Bench:
             "phases": self._rows(measuring.phases, floors),
             "rounds": result.summary["rounds"],
         }
+        return found if profiled is None else found | {"profile": profiled.found}
 
     def _model(self, setting: Setting) -> tuple[Path, float | None]:
         """The checkpoint, and the seconds it took to make unless it was there."""

@@ -21,7 +21,7 @@ from onptq.schemes import Scheme
 from onptq.zoo.published import PUBLISHED, find_published, write_published
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SCRIPTS = ("gpu_calibration", "measured_run", "floors", "pictures")
+SCRIPTS = ("gpu_calibration", "measured_run", "floors", "pictures", "profiled")
 
 
 @pytest.fixture
@@ -61,6 +61,22 @@ def test_a_small_run_reports_every_phase_with_time_memory_and_floors(
     printed = capsys.readouterr().out
     assert "Calibrate" in printed
     assert "of Follow's time" in printed
+
+
+def test_a_profile_says_what_a_step_is_made_of(
+    scripts: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "result.json"
+    assert scripts.main.main(["--tiny", "--quiet", "--profile", "Calibrate", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["run"]["profile"]
+    assert (found["phase"], found["steps"]) == ("Calibrate", 2)
+    assert 0 < found["busy_ms"] <= found["wall_ms"]
+    products = [one for one in found["kernels"] if one["name"] in ("aten::mm", "aten::addmm")]
+    assert sum(one["launches"] for one in products) >= 4 * 7  # linears of a block forward, again, and their gradients
+    times = [one["us"] for one in found["kernels"]]
+    assert times == sorted(times, reverse=True)
+    assert found["launches"] > sum(one["launches"] for one in products)
+    assert "a step of Calibrate: " in capsys.readouterr().out
 
 
 def test_a_sweep_changes_one_thing_at_a_time(scripts: SimpleNamespace, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from onptq.data.manifest import load_manifest, manifest_digest
 from onptq.errors import OnPTQError
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SCRIPTS = ("gpu_peers", "gpu_calibration", "measured_run", "floors", "pictures")
+SCRIPTS = ("gpu_peers", "gpu_calibration", "measured_run", "floors", "pictures", "profiled")
 PEER_SCRIPTS = ("run", "material", "calibration", "quantize_autoround", "time_autoround")
 AUTOROUND_PYTHON = os.environ.get("AUTOROUND_PYTHON", sys.executable)
 HAS_AUTOROUND = "AUTOROUND_PYTHON" in os.environ or importlib.util.find_spec("auto_round") is not None

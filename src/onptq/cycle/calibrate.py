@@ -216,12 +216,14 @@ class _Update:
         groups[-1] |= OFFSET_ADAM if offsets else {}
         self.scales = [*groups[0]["params"], *groups[1]["params"]]
         self.learned = [parameter.requires_grad_() for group in groups for parameter in group["params"]]
-        # One tensor at a time: all at once, as a GPU does by default, would take another copy of every offset.
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, foreach=False)
+        # Not tensors in lists, as a GPU has them by default: that would take another copy of every offset.
+        on_gpu = self.learned[0].is_cuda
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, foreach=False, fused=on_gpu)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         for name, tensor in moments.items():
             index, key = name.split("/")
-            self.optimizer.state[self.learned[int(index)]][key] = tensor.cpu() if key == "step" else tensor
+            counted = key == "step" and not on_gpu
+            self.optimizer.state[self.learned[int(index)]][key] = tensor.cpu() if counted else tensor
 
     def __call__(self, step: int) -> float:
         """One step; the gradient norm before clipping."""

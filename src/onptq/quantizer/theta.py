@@ -73,13 +73,14 @@ class Theta:
         A constant added to a pair's u changes nothing (row and token steps absorb it), so its mean is pinned; steps of settled
         codes do not follow, so there it is not.
         """
-        for key, u in self.smoothing.items():
-            start = origin.smoothing[key]
-            if not self.levels:
+        if not self.levels:
+            for u in self.smoothing.values():
                 u.sub_(u.mean())
-            u.clamp_(start - SMOOTHING_REACH, start + SMOOTHING_REACH)
-        for key, ratio in self.ratio.items():
-            ratio.clamp_(*(SETTLED_RANGE if key in self.levels else RATIO_RANGE))
+        if starts := [origin.smoothing[key] for key in self.smoothing]:
+            low, high = torch._foreach_sub(starts, SMOOTHING_REACH), torch._foreach_add(starts, SMOOTHING_REACH)
+            _clamp_(list(self.smoothing.values()), low, high)
+        _clamp_([ratio for key, ratio in self.ratio.items() if key in self.levels], *SETTLED_RANGE)
+        _clamp_([ratio for key, ratio in self.ratio.items() if key not in self.levels], *RATIO_RANGE)
         for key, offset in self.offset.items():
             begin = origin.offset[key]
             offset.clamp_(begin.clamp(max=OFFSET_RANGE[0]), begin.clamp(min=OFFSET_RANGE[1]))
@@ -136,6 +137,13 @@ def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield f"levels/{key}", nibbles.to(torch.int8) - 8
         else:
             yield name, tensor
+
+
+def _clamp_(tensors: Sequence[Tensor], low: float | Sequence[Tensor], high: float | Sequence[Tensor]) -> None:
+    """All of them at once: a GPU would wait for hundreds of small operations otherwise."""
+    if tensors:
+        torch._foreach_clamp_min_(tensors, low)  # type: ignore[call-overload]
+        torch._foreach_clamp_max_(tensors, high)  # type: ignore[call-overload]
 
 
 def pair_key(block: Block, pair: str) -> str:
