@@ -25,7 +25,7 @@ from onptq.cli import app
 from onptq.errors import OnPTQError
 from onptq.progress import QuietReporter
 from onptq.runtime.linear import has_integer_product
-from onptq.schedules import few_rows
+from onptq.schedules import decoding
 from onptq.zoo.configs import RANDOM_TOWERS, Dims
 from onptq.zoo.published import PUBLISHED, Published
 
@@ -296,7 +296,7 @@ def test_kernels_are_read_off_the_layers_that_were_loaded() -> None:
 def test_rows_that_another_kernel_multiplies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {"one": [(0, 1), (4, 8)], "other": []}
     monkeypatch.setitem(sys.modules, "humming.ops", SimpleNamespace(humming_gemm=lambda: None))
-    monkeypatch.setattr(sys.modules["humming.ops"].humming_gemm, few_rows.MARK, taken.__getitem__, raising=False)
+    monkeypatch.setattr(sys.modules["humming.ops"].humming_gemm, decoding.MARK, taken.__getitem__, raising=False)
 
     def linear(name: str) -> Any:
         config = SimpleNamespace(a_dtype="float16", b_dtype="uint4", to_str=lambda: name)

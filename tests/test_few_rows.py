@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from onptq.schedules import few_rows
-from onptq.schedules.few_rows import COLUMNS, MOST, is_launch, launches, plain_product, source
+from onptq.schedules import decoding, few_rows
+from onptq.schedules.decoding import plain_product
+from onptq.schedules.few_rows import COLUMNS, MOST, is_launch, launches, source
 from onptq.schedules.table import END, Found, Product
 
 LAUNCH = {"kernel": "few_rows", "warps": 8, "cluster": 4, "depth": 2}
-GATE_UP, DOWN = Product(37888, 3584, "float16", "uint4"), Product(3584, 18944, "bfloat16", "uint4")
+GATE_UP, DOWN = Product(37888, 3584, "float16", "uint4"), Product(3584, 18944, "bfloat16", "uint4", 128)
 PLAIN = {
     "shape_n": 64,
     "shape_k": 32,
@@ -51,7 +52,7 @@ def test_launches_have_work_for_every_warp(product: Product) -> None:
     [
         Product(37888, 3584, "int8", "uint4"),
         Product(37888, 3584, "float16", "uint8"),
-        Product(37888, 3584, "float16", "uint4", 128),
+        Product(37888, 3584, "float16", "uint4", 8),
         Product(37889, 3584, "float16", "uint4"),
         Product(37888, 3592, "float16", "uint4"),
     ],
@@ -67,7 +68,9 @@ def test_many_rows_have_no_launch() -> None:
 
 def test_the_source_begins_with_the_sizes() -> None:
     text = source(DOWN, LAUNCH)
-    assert text.startswith("#define N 3584\n#define K 18944\n#define WARPS 8\n#define CLUSTER 4\n#define DEPTH 2\n")
+    assert text.startswith(
+        "#define N 3584\n#define K 18944\n#define GROUP 128\n#define WARPS 8\n#define CLUSTER 4\n#define DEPTH 2\n"
+    )
     assert "#define BFLOAT16 1\n" in text
     assert "#define BFLOAT16" not in source(GATE_UP, LAUNCH)
     assert 'extern "C" __global__' in text
@@ -76,6 +79,8 @@ def test_the_source_begins_with_the_sizes() -> None:
 def test_only_layers_without_more_than_the_kernel_knows_are_taken() -> None:
     assert plain_product(PLAIN) == Product(64, 32, "float16", "uint4")
     assert plain_product(PLAIN | {"has_bias": True}) is not None
+    groups = PLAIN | {"weight_scale_type": "group", "weight_scale_group_size": 16}
+    assert plain_product(groups) == Product(64, 32, "float16", "uint4", 16)
     for changed in (
         {"pad_shape_n": 64},
         {"pad_shape_k": 16},
@@ -83,7 +88,7 @@ def test_only_layers_without_more_than_the_kernel_knows_are_taken() -> None:
         {"has_zero_point": True},
         {"a_dtype": "int8"},
         {"bs_dtype": "float8e8m0"},
-        {"weight_scale_type": "group"},
+        {"weight_scale_type": "tensor"},
         {"use_int_weight_scale": True},
     ):
         assert plain_product(PLAIN | changed) is None
@@ -136,7 +141,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, list[tuple[str, in
     monkeypatch.setattr(few_rows.FewRows, "of", of)
     found = [Found(0, 2, LAUNCH, {"1": (2.0, 1.0)}), Found(2, END, {"block_shape": [8, 128, 64]}, {"8": (2.0, 1.0)})]
     for _ in range(2):  # vLLM may call it more than once
-        few_rows.register(lambda: {"64x32 float16xuint4": found})
+        decoding.register(lambda: {"64x32 float16xuint4": found})
     return module, asked
 
 
@@ -168,30 +173,35 @@ def test_what_the_kernel_does_not_know_stays_with_humming(ops: Any) -> None:
     _call(module, x, json.dumps(PLAIN), zero_point=torch.zeros(1))
     _call(module, x, json.dumps(PLAIN), outputs=torch.zeros(1, 64))
     _call(module, x, json.dumps(PLAIN), tuning_config="{}")
-    assert asked == [("humming", 1)] * 4
+    _call(module, x, json.dumps(PLAIN), compute_config=json.dumps({"use_batch_invariant": True}))
+    assert asked == [("humming", 1)] * 5
+    _call(module, x, json.dumps(PLAIN), compute_config=json.dumps({"use_batch_invariant": False}))
+    assert asked[-1] == ("few rows", 1)
 
 
 def test_another_humming_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "humming", ModuleType("humming"))
-    few_rows.register(dict)
+    decoding.register(dict)
     assert "few rows are multiplied as many are" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or find_spec("humming") is None, reason="needs a GPU and humming")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(256, 384), (1024, 4224)])
-def test_the_kernel_multiplies(dtype: torch.dtype, outputs: int, inputs: int) -> None:
-    """The exact product, rounded once: x times codes less 8 in float64, by steps and biases."""
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(256, 384, 0), (1024, 4224, 0), (512, 1152, 128)])
+def test_the_kernel_multiplies(dtype: torch.dtype, outputs: int, inputs: int, group: int) -> None:
+    """x times codes less 8 in float64, by steps and biases: rounded once, or, in groups, once for each weight as well."""
     from onptq.schedules.humming import HummingProduct
 
     torch.manual_seed(0)
-    bench = HummingProduct(outputs, inputs, 4, 16, 0, dtype)
+    bench = HummingProduct(outputs, inputs, 4, 16, group, dtype)
     tried = list(launches(bench.product, 1))
     assert bench.build(tried) == tried
     for rows in (1, 3, MOST):
         x = bench.inputs(rows)[0]
-        exact = x.double() @ (bench.codes.double() - 8).T * bench.step.double().T + bench.bias.double()
+        weight = (bench.codes.double() - 8).view(outputs, bench.step.shape[1], -1) * bench.step.double()[..., None]
+        exact = x.double() @ weight.flatten(1).T + bench.bias.double()
+        rounded = torch.finfo(dtype).eps * (x.double().abs() @ weight.flatten(1).abs().T if group else exact.abs())
         for launch in tried:
             kernel = few_rows.FewRows.of(bench.product, launch)
             found = kernel(x, bench.weights[0], bench.layer.weight_scale, bench.layer.bias)
-            torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
+            assert bool(((found.double() - exact).abs() <= rounded + 1e-4).all())

@@ -20,6 +20,7 @@ from onptq.evaluate.reader import open_checkpoint
 from onptq.progress import QuietReporter
 from onptq.schedules import plugin, table
 from onptq.schedules.candidates import FEW_ROWS, candidates
+from onptq.schedules.few_rows import is_launch
 from onptq.schedules.search import LEAST, Span, search, search_gated, spans
 from onptq.schedules.shapes import joined, shapes_of
 from onptq.schedules.table import END, Found, Product, Schedule, Table, overlay
@@ -433,3 +434,5 @@ def test_a_table_that_a_gpu_gave_is_read() -> None:
     found = Table.read(results / "h200-schedules-w4a16.json")
     assert found.device == "NVIDIA H200"
     assert found.products[str(Product(37888, 3584, "float16", "uint4"))][0].times > 1.3
+    few = Table.read(results / "h200-schedules-few-rows.json").products.values()
+    assert all(is_launch(one.schedule) and one.times > 1.4 for spans in few for one in spans)

@@ -139,7 +139,7 @@ def _describe(module: Any) -> str:
 
 
 def _few_rows(layer: Any) -> str:
-    """The rows whose products OnPTQ's plugin has taken from humming (`onptq.schedules.few_rows`)."""
+    """The rows whose products OnPTQ's plugin has taken from humming (`onptq.schedules.decoding`)."""
     taken = getattr(getattr(sys.modules.get("humming.ops"), "humming_gemm", None), "_onptq_few_rows", None)
     found = taken(layer.to_str()) if taken else ()
     spans = (f"{above + 1} to {upto}" if above + 1 < upto else str(upto) for above, upto in found)

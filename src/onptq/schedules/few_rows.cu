@@ -2,10 +2,12 @@
 //
 //     y[r, n] = step[n] * sum over k of x[r, k] * (code[n, k] - 8)  +  bias[n]
 //
+// or, where GROUP columns share a step, with step[n, k / GROUP] inside the sum, multiplied with the code in 16 bits.
+//
 // Such a product waits for its codes. Here every warp keeps DEPTH loads of 512 bytes on their way and asks for the first of
 // them before the kernel before this one has ended; WARPS warps of CLUSTER blocks share the columns of 64 outputs.
 //
-// Defined before this text: N, K, WARPS, CLUSTER, DEPTH, and BFLOAT16 (else the values are float16).
+// Defined before this text: N, K, GROUP (0: all columns of an output), WARPS, CLUSTER, DEPTH, and BFLOAT16 (else values are float16).
 
 constexpr unsigned OUTPUTS = 64, COLUMNS = 16, ROWS = 8;  // of a warp's step; rows are the columns of its mma
 constexpr unsigned STEPS = K / COLUMNS, STRIDE = WARPS * CLUSTER;
@@ -51,9 +53,25 @@ __device__ __forceinline__ void values_of(unsigned word, unsigned (&pairs)[4]) {
 #endif
 }
 
-__device__ __forceinline__ void multiply(float (&sum)[4], unsigned word, uint2 x) {
+__device__ __forceinline__ unsigned multiplied(unsigned pair, unsigned one) {
+  unsigned found;
+#ifdef BFLOAT16
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(pair), "r"(one));
+#else
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(found) : "r"(pair), "r"(one));
+#endif
+  return found;
+}
+
+// `steps` are those of outputs g and g + 8 in the group of these columns.
+__device__ __forceinline__ void multiply(float (&sum)[4], unsigned word, uint2 x, unsigned steps) {
   unsigned a[4];
   values_of(word, a);
+  if (GROUP) {
+    const unsigned low = __byte_perm(steps, 0, 0x1010), high = __byte_perm(steps, 0, 0x3232);
+    a[0] = multiplied(a[0], low), a[1] = multiplied(a[1], low);
+    a[2] = multiplied(a[2], high), a[3] = multiplied(a[3], high);
+  }
 #ifdef BFLOAT16
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
 #else
@@ -109,18 +127,24 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(WAR
     return make_uint2(at[0], at[4]);
   };
 
+  // Steps of groups lie such that the eight of a thread's outputs, g, g + 8, g + 16 and so on, are side by side.
+  auto steps_at = [&](unsigned step) {
+    const unsigned short *row = steps + static_cast<size_t>(step * COLUMNS / max(1u, GROUP)) * N;
+    return GROUP ? __ldg(reinterpret_cast<const uint4 *>(row + tile * OUTPUTS + 8 * group)) : uint4{};
+  };
   auto finish = [&](unsigned i, float sum) {
     const unsigned n = tile * OUTPUTS + i % OUTPUTS;
     const unsigned place = n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2;  // of steps and biases, as humming lays them out
-    y[i / OUTPUTS * N + n] = narrowed(sum * widened(steps[place]) + (bias ? widened(bias[place]) : 0));
+    if (!GROUP) sum *= widened(steps[place]);
+    y[i / OUTPUTS * N + n] = narrowed(sum + (bias ? widened(bias[place]) : 0));
   };
 
   if (CLUSTER > 1) arrive();  // who has begun can be given something
-  uint4 held[DEPTH];
+  uint4 held[DEPTH], scales[DEPTH];
   uint2 near[DEPTH];
 #pragma unroll
   for (unsigned d = 0; d < DEPTH; d++)
-    if (first + d * STRIDE < STEPS) held[d] = load(first + d * STRIDE);
+    if (first + d * STRIDE < STEPS) held[d] = load(first + d * STRIDE), scales[d] = steps_at(first + d * STRIDE);
   asm volatile("griddepcontrol.wait;" ::: "memory");  // for x; codes are there from the start
 #pragma unroll
   for (unsigned d = 0; d < DEPTH; d++)
@@ -132,13 +156,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(WAR
     for (unsigned d = 0; d < DEPTH; d++) {
       const unsigned step = begin + d * STRIDE, next = step + DEPTH * STRIDE;
       if (step >= STEPS) break;
-      const uint4 word = held[d];
+      const uint4 word = held[d], scale = scales[d];
       const uint2 value = near[d];
-      if (next < STEPS) held[d] = load(next), near[d] = values(next);
-      multiply(sums[0], word.x, value);
-      multiply(sums[1], word.y, value);
-      multiply(sums[2], word.z, value);
-      multiply(sums[3], word.w, value);
+      if (next < STEPS) held[d] = load(next), scales[d] = steps_at(next), near[d] = values(next);
+      multiply(sums[0], word.x, value, scale.x);
+      multiply(sums[1], word.y, value, scale.y);
+      multiply(sums[2], word.z, value, scale.z);
+      multiply(sums[3], word.w, value, scale.w);
     }
   }
 

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from onptq.errors import OnPTQError
-from onptq.schedules import few_rows, gated
+from onptq.schedules import decoding, gated
+from onptq.schedules.few_rows import is_launch
 from onptq.schedules.table import Product, Table, overlay, table_path, tables_exist
 
 PACKAGE = "humming-kernels"
@@ -23,7 +24,7 @@ def register() -> None:
     if find_spec("humming") is None or not tables_exist():
         return
     _register_schedules()
-    few_rows.register(lambda: found_here().products)
+    decoding.register(lambda: found_here().products)
     gated.register(lambda: found_here().gated)
     _join_compile_key()
 
@@ -39,7 +40,7 @@ def _register_schedules() -> None:
         intervals = own.__func__(cls, layer_config, *args, **options)
         plain = not any(options.get(name) for name in ("use_f16_accum", "use_batch_invariant")) and not args
         found = found_here().products.get(str(Product.of(layer_config)), ()) if plain else ()
-        schedules = [one for one in found if not few_rows.is_launch(one.schedule)]
+        schedules = [one for one in found if not is_launch(one.schedule)]
         return overlay(intervals, schedules) if schedules and not layer_config.num_experts else intervals
 
     setattr(get_configs, MARK, True)
