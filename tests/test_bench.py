@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from onptq.bench.tables import HEADS, announced, kernel_lines, paper_cell, rows
 from onptq.bench.timing import Job, draw_prompts, heard, measure
 from onptq.bench.transformers_engine import run as run_transformers
 from onptq.bench.variants import choose_variants
-from onptq.bench.vllm_engine import describe_kernels, not_finite, options
+from onptq.bench.vllm_engine import describe_kernels, doubts, options
 from onptq.cli import app
 from onptq.errors import OnPTQError
 from onptq.progress import QuietReporter
@@ -192,37 +192,54 @@ def test_an_engine_whose_time_is_over_is_stopped_and_the_next_is_measured(small:
     assert found["error"] == "stopped: its time was over; the log ends: started"
 
 
-def test_an_engine_that_says_what_is_not_a_number_fails(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("doubt", "said"),
+    [
+        ({"not_finite": 255, "decoded_apart": 0.0}, "255 log-probabilities are not numbers"),
+        ({"not_finite": 0, "decoded_apart": 7.25}, "log-probabilities of decoded tokens are up to 7.2 off"),
+        ({"not_finite": 0, "decoded_apart": 0.5}, None),
+    ],
+)
+def test_an_engine_that_computes_wrongly_fails(
+    small: Path, tmp_path: Path, doubt: dict[str, float], said: str | None
+) -> None:
     row = {"batch": 1, "prefill_seconds": 1.0, "decode_seconds": 1.0, "prefill_peak_bytes": 1}
-    told = {
-        "kernels": {"K": 1},
-        "weight_bytes": 1,
-        "device": "cpu",
-        "versions": {},
-        "batches": [row],
-        "not_finite": 255,
-    }
+    told = {"kernels": {"K": 1}, "weight_bytes": 1, "device": "cpu", "versions": {}, "batches": [row]} | doubt
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho 'RESULT {json.dumps(told)}'\n")
     python.chmod(0o755)
     result = CliRunner().invoke(app, ["bench", str(small), "--schemes", "", "--python", str(python)])
-    assert result.exit_code == 1
-    assert "dense: failed, 255 log-probabilities of prompt tokens are not numbers" in " ".join(result.output.split())
+    assert result.exit_code == (said is not None)
+    assert said is None or f"dense: failed, {said}" in " ".join(result.output.split())
 
 
-def test_log_probabilities_that_are_no_numbers_are_counted_but_for_the_first_tokens() -> None:
-    def place(value: float) -> dict[int, Any]:
-        return {7: SimpleNamespace(logprob=value)}
+@dataclass
+class Talker:
+    """An engine that says token 7 and gives every token one log-probability when it reads and one when it speaks."""
 
-    answers = [[None, place(-1.0), place(float("nan"))], [None, place(float("-inf")), place(-2.0)]]
-    asked: list[Any] = []
+    spoken: float
+    read: float
+    asked: list[tuple[str, int, int]] = field(default_factory=list)
 
-    def generate(prompts: Sequence[Any], parameters: Any, use_tqdm: bool) -> list[Any]:
-        asked.extend(prompts)
-        return [SimpleNamespace(prompt_logprobs=answer) for answer in answers]
+    def generate(self, prompts: Sequence[Any], parameters: str, use_tqdm: bool) -> list[Any]:
+        ids = [one["prompt_token_ids"] for one in prompts]
+        self.asked.append((parameters, len(ids), len(ids[0])))
+        if parameters == "spoken":
+            said = SimpleNamespace(token_ids=[7, 7], logprobs=[{7: SimpleNamespace(logprob=self.spoken)}] * 2)
+            return [SimpleNamespace(outputs=[said]) for _ in ids]
+        heard = [[None, *({token: SimpleNamespace(logprob=self.read)} for token in one[1:])] for one in ids]
+        return [SimpleNamespace(prompt_logprobs=one) for one in heard]
 
-    assert not_finite(SimpleNamespace(generate=generate), None, JOB) == 2
-    assert [len(one["prompt_token_ids"]) for one in asked] == [2048] * 8
+
+@pytest.mark.parametrize(
+    ("spoken", "read", "broken", "apart"),
+    [(-1.0, -1.5, 0, 0.5), (float("nan"), -1.5, 2 * 9, 0.0), (-1.0, float("-inf"), 2049 * 9, 0.0)],
+    ids=["apart", "decoding breaks", "reading breaks"],
+)
+def test_what_was_decoded_is_read_again(spoken: float, read: float, broken: int, apart: float) -> None:
+    talker = Talker(spoken, read)
+    assert doubts(talker, "spoken", "read", JOB) == {"not_finite": broken, "decoded_apart": apart}
+    assert talker.asked == [("spoken", 1, 2048), ("read", 1, 2050), ("spoken", 8, 2048), ("read", 8, 2050)]
 
 
 def test_prefill_and_decode_come_from_pairs_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from onptq.errors import OnPTQError
 from onptq.plan.serving import SWITCH, VLLM, serving
 from onptq.schemes import Scheme
 
+APART = 2.0  # of a log-probability, by which rounding alone does not set decoding and reading apart
+
 HEADS = ("checkpoint", "batch", "prefill ms", "speedup", "decode ms/token", "speedup", "peak GiB", "less", "paper")
 
 
@@ -68,7 +70,12 @@ def problem(one: Mapping[str, Any]) -> str | None:
     if "error" in one:
         return str(one["error"])
     if one.get("not_finite"):
-        return f"{one['not_finite']:,} log-probabilities of prompt tokens are not numbers: its kernels compute wrongly"
+        return f"{one['not_finite']:,} log-probabilities are not numbers: its kernels compute wrongly"
+    if (apart := one.get("decoded_apart", 0.0)) > APART:
+        return (
+            f"log-probabilities of decoded tokens are up to {apart:.1f} off those of the same tokens in a prompt, expected at "
+            f"most {APART:g}: kernels for few rows and for many do not compute the same"
+        )
     return None
 
 

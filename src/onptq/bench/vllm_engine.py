@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 PACKAGE = "humming-kernels"  # whose products may be chosen
+SPOKEN = 8  # tokens that are decoded and then read
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of a decoder layer, as vLLM joins them
 
 
@@ -59,12 +60,13 @@ def run(job: Job) -> dict[str, Any]:
     weights = llm.apply_model(weight_bytes)[0]
     cache = cache_bytes(llm)
     memory: Memory = TensorMemory(cache) if on_gpu else ProcessMemory()
-    scored = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    plain = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    spoken = vllm.SamplingParams(max_tokens=SPOKEN, logprobs=0, **plain)
+    read = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, **plain)
 
     def generate(prompts: Sequence[list[int]], tokens: int) -> None:
-        parameters = vllm.SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-        found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
-        assert all(len(one.outputs[0].token_ids) == tokens for one in found)
+        parameters = vllm.SamplingParams(max_tokens=tokens, **plain)
+        assert all(len(one.outputs[0].token_ids) == tokens for one in _ask(llm, prompts, parameters))
 
     return {
         "kernels": kernels,
@@ -76,16 +78,31 @@ def run(job: Job) -> dict[str, Any]:
         "hardware": "sm{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "cpu",
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__} | humming_version(),
         "batches": list(measure(generate, job, memory)),
-        "not_finite": not_finite(llm, scored, job),
-    }
+    } | doubts(llm, spoken, read, job)
 
 
-def not_finite(llm: Any, parameters: Any, job: Job) -> int:
-    """Of the largest batch's tokens how many have a log-probability that is no number: kernels that are fast can be wrong."""
-    prompts = draw_prompts(max(job.batches), job.prompt_tokens, job.vocabulary)
-    found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
-    said = (one for answer in found for place in answer.prompt_logprobs[1:] for one in place.values())
-    return sum(not math.isfinite(one.logprob) for one in said)
+def doubts(llm: Any, spoken: Any, read: Any, job: Job) -> dict[str, float]:
+    """Kernels that are fast can be wrong, those of one row as well as those of thousands: how many log-probabilities are no
+    numbers, and by how much those of tokens that were decoded are off what they are when the same tokens are read, at most."""
+    broken, apart = 0, 0.0
+    for batch in job.batches:
+        prompts = draw_prompts(batch, job.prompt_tokens, job.vocabulary)
+        answers = [one.outputs[0] for one in _ask(llm, prompts, spoken)]
+        whole = [[*ids, *answer.token_ids] for ids, answer in zip(prompts, answers, strict=True)]
+        for ids, answer, again in zip(whole, answers, _ask(llm, whole, read), strict=True):
+            said, heard = _values(answer.token_ids, answer.logprobs), _values(ids[1:], again.prompt_logprobs[1:])
+            broken += sum(not math.isfinite(one) for one in (*said, *heard))
+            off = (abs(one - other) for one, other in zip(said, heard[-len(said) :], strict=True))
+            apart = max(apart, *(one for one in off if math.isfinite(one)), 0.0)
+    return {"not_finite": broken, "decoded_apart": apart}
+
+
+def _ask(llm: Any, prompts: Sequence[Sequence[int]], parameters: Any) -> Any:
+    return llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], parameters, use_tqdm=False)
+
+
+def _values(ids: Sequence[int], places: Sequence[Any]) -> list[float]:
+    return [place[token].logprob for token, place in zip(ids, places, strict=True)]
 
 
 def options(job: Job, on_gpu: bool) -> dict[str, Any]:
