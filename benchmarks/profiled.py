@@ -81,7 +81,8 @@ class _Watched:
 
     def advance(self, n: int = 1, **info: Any) -> None:
         self.bar.advance(n, **info)
-        self.profiled.step()
+        if n:
+            self.profiled.step()
 
 
 def show_profile(console: Console, found: Mapping[str, Any]) -> None:

@@ -93,7 +93,7 @@ def doubts(llm: Any, spoken: Any, read: Any, job: Job) -> dict[str, float]:
             said, heard = _values(answer.token_ids, answer.logprobs), _values(ids[1:], again.prompt_logprobs[1:])
             broken += sum(not math.isfinite(one) for one in (*said, *heard))
             off = (abs(one - other) for one, other in zip(said, heard[-len(said) :], strict=True))
-            apart = max(apart, *(one for one in off if math.isfinite(one)), 0.0)
+            apart = max((apart, *(one for one in off if math.isfinite(one))))
     return {"not_finite": broken, "decoded_apart": apart}
 
 

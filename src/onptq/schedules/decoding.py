@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onptq.schedules.few_rows import FewRows, is_launch
-from onptq.schedules.table import Found, Product
+from onptq.schedules.few_rows import FewRows, is_launch, plain_product
+from onptq.schedules.table import Found
 
 MARK = "_onptq_few_rows"  # of what took the place of humming's function; says for which rows of a layer
 SCHEMA = "(Tensor x, Tensor codes, Tensor steps, Tensor? bias, Tensor? locks, str layer, str? compute) -> Tensor"
@@ -33,7 +33,7 @@ def register(chosen: Callable[[], Mapping[str, Sequence[Found]]]) -> None:
 
     @cache
     def ours(layer: str) -> list[tuple[Found, FewRows]]:
-        product = plain_product(json.loads(layer))
+        product = plain_product(layer)
         found = chosen().get(str(product), ()) if product else ()
         return [(one, FewRows.of(product, one.schedule)) for one in found if product and is_launch(one.schedule)]
 
@@ -91,14 +91,3 @@ def register(chosen: Callable[[], Mapping[str, Sequence[Found]]]) -> None:
 
     setattr(humming_gemm, MARK, lambda layer: [(found.above, found.upto) for found, _ in ours(layer)])
     ops.humming_gemm = humming_gemm
-
-
-def plain_product(layer: Mapping[str, Any]) -> Product | None:
-    """Of humming's LayerConfig as text, unless something is in it that the kernel does not know."""
-    values = {layer[name] for name in ("a_dtype", "bs_dtype", "c_dtype")}
-    unknown = ("pad_shape_n", "pad_shape_k", "num_experts", "has_zero_point", "use_int_weight_scale")
-    steps = layer["weight_scale_type"] in ("channel", "group")
-    if len(values) > 1 or any(layer[name] for name in unknown) or not steps:
-        return None
-    group = int(layer["weight_scale_group_size"])
-    return Product(layer["shape_n"], layer["shape_k"], layer["a_dtype"], layer["b_dtype"], group)

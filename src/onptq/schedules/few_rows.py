@@ -4,6 +4,7 @@ among humming's schedules in a table."""
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,18 @@ WARPS, CLUSTERS, DEPTHS = (4, 8, 16), (1, 2, 4, 8), (2, 3, 4, 8)
 
 def is_launch(schedule: Schedule) -> bool:
     return schedule.get("kernel") == KERNEL
+
+
+def plain_product(config: str) -> Product | None:
+    """Of humming's LayerConfig as text, unless something is in it that the kernel does not know."""
+    layer = json.loads(config)
+    values = {layer.get(name) for name in ("a_dtype", "bs_dtype", "c_dtype")}
+    unknown = ("pad_shape_n", "pad_shape_k", "num_experts", "has_zero_point", "use_int_weight_scale")
+    steps = layer.get("weight_scale_type") in ("channel", "group")
+    if len(values) > 1 or any(layer.get(name) for name in unknown) or not steps:
+        return None
+    group = int(layer["weight_scale_group_size"])
+    return Product(layer["shape_n"], layer["shape_k"], layer["a_dtype"], layer["b_dtype"], group)
 
 
 def launches(product: Product, rows: int) -> Iterator[Schedule]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from os import cpu_count
 from typing import Any
 
@@ -17,7 +16,7 @@ from onptq.quantizer.integer import code_range
 from onptq.runtime.humming import PADDED_COLUMNS, PADDED_OUTPUTS, check_device, quantize_rows
 from onptq.schedules.candidates import candidates, early
 from onptq.schedules.captured import captured_seconds
-from onptq.schedules.few_rows import SINCE, FewRows, is_launch, launches
+from onptq.schedules.few_rows import SINCE, FewRows, is_launch, launches, plain_product
 from onptq.schedules.table import Product, Schedule
 
 COLD = 4  # times the second-level cache that weights take, so that each product finds its own in memory
@@ -26,6 +25,7 @@ OTHER, BETWEEN_CALLS = 1024, 64  # of a small kernel: values, and calls by which
 EARLY_SINCE = (9, 0)  # GPUs that can set a kernel up before the one before it has ended
 OFF = 0.65  # of a step, which codes may be off: a half and, of the largest values, what 16 bits leave of them and of the step
 GATED_CALLS = 4
+BIAS = 0.05  # below what is summed, which it must not hide
 TOLERANCE = 2**-7  # of the largest value: sums are rounded to 16 bits, and again when they have their step
 
 
@@ -54,7 +54,7 @@ class HummingProduct:
         low, high = code_range(weight_bits)
         codes = torch.randint(0, high - low + 1, (outputs, inputs), device=device, dtype=torch.int32)
         step = (torch.rand(outputs, inputs // group if group else 1, device=device) * 1e-3 + 1e-4).to(dtype)
-        bias = torch.randn(outputs, device=device).to(dtype)
+        bias = (BIAS * torch.randn(outputs, device=device)).to(dtype)
         tensors = {"weight": ops.pack_weight(codes, weight_bits), "weight_scale": step, "bias": bias}
         self.codes, self.low, self.step, self.bias = codes.to(torch.uint8), low, step, bias
         layer.load_from_tensors(tensors)
@@ -67,21 +67,25 @@ class HummingProduct:
         # In a model another kernel lies between two products: they cannot overlap, and must not here.
         self.other = torch.ones(OTHER, device=device)
         self.between = captured_seconds(lambda call: self.other.neg_(), BETWEEN_CALLS)
-        self.inputs: Callable[[int], tuple[Tensor, Tensor | None]] = cache(self._draw)
-        self.exact: Callable[[int], Tensor] = cache(self._exact)
+        self._inputs: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._exact: dict[int, Tensor] = {}
 
-    def _draw(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        x = torch.randn(rows, self.layer.shape_k, device=self.device).to(self.dtype)
-        if self.activation_bits == 16:
-            return x, None
-        return quantize_rows(x, self.activation_bits)
+    def inputs(self, rows: int) -> tuple[Tensor, Tensor | None]:
+        if rows not in self._inputs:
+            x = torch.randn(rows, self.layer.shape_k, device=self.device).to(self.dtype)
+            self._inputs[rows] = (x, None) if self.activation_bits == 16 else quantize_rows(x, self.activation_bits)
+        return self._inputs[rows]
 
-    def _exact(self, rows: int) -> Tensor:
-        """In float32, rounded once."""
+    def exact(self, rows: int) -> Tensor:
+        """In float32, rounded once; of the last two numbers of rows, which stand for a span, it is kept."""
+        if rows not in self._exact:
+            self._exact = dict(list(self._exact.items())[-1:]) | {rows: self._multiply_plainly(rows)}
+        return self._exact[rows]
+
+    def _multiply_plainly(self, rows: int) -> Tensor:
         x, step = self.inputs(rows)
-        weight = (self.codes.float() + self.low).view(len(self.codes), self.step.shape[1], -1) * self.step.float()[
-            ..., None
-        ]
+        levels = (self.codes.float() + self.low).view(*self.step.shape, -1)
+        weight = levels * self.step.float()[..., None]
         values = x.float() if step is None else x.float() * step
         return (values @ weight.flatten(1).T + self.bias.float()).to(self.dtype)
 
@@ -93,8 +97,9 @@ class HummingProduct:
 
     def candidates(self, rows: int) -> Iterable[Schedule]:
         yield from candidates(rows, self.own(rows), self.product.outputs, self.activation_bits)
-        if torch.cuda.get_device_capability(self.device) >= SINCE:
-            yield from launches(self.product, rows)
+        plain = plain_product(self.config.to_str())  # None where it is padded
+        if plain is not None and torch.cuda.get_device_capability(self.device) >= SINCE:
+            yield from launches(plain, rows)
 
     def refined(self, schedules: Sequence[Schedule]) -> Iterable[Schedule]:
         if torch.cuda.get_device_capability(self.device) >= EARLY_SINCE:
