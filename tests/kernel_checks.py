@@ -17,9 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onptq.kernels.activations
+import onptq.kernels.codes
 import onptq.kernels.decisions
 import onptq.kernels.descent
 import onptq.kernels.gated
+import onptq.kernels.normed
 import onptq.kernels.norms
 import onptq.kernels.weights
 from onptq import kernels
@@ -30,6 +32,7 @@ from onptq.cycle.objective import Targets, make_items, measure
 from onptq.cycle.prefixes import Prefixes
 from onptq.data.manifest import load_manifest
 from onptq.kernels.decisions import decide_states, kl_of_states, margin_of_states
+from onptq.kernels.packets import is_packet, unpacked
 from onptq.methods.signround import signed_step
 from onptq.models.loading import find_source
 from onptq.models.processing import PromptProcessor
@@ -198,32 +201,69 @@ def test_signed_steps_are_the_plain_ones(choose: Callable[[str], None]) -> None:
     assert float(moved[0].abs().max()) == 0.5
 
 
+def check_codes(packet: Tensor, exact: Tensor, roundings: int) -> None:
+    """Against float64: off by half a step, and by what the kernel's dtype leaves of the largest values in so many roundings."""
+    rows, width = exact.shape
+    dtype = packet.dtype
+    assert is_packet(packet, width)
+    codes, step = unpacked(packet, width)
+    plain_codes, plain_step = quantize_tokens(exact.to(dtype), 8)
+    assert (codes.dtype, step.dtype, step.shape) == (torch.int8, torch.float32, (rows, 1))
+    torch.testing.assert_close(step, plain_step.float(), rtol=roundings * torch.finfo(dtype).eps, atol=0)
+    assert int((codes.int() - plain_codes.int()).abs().max()) <= 1  # by the last digits of what lies between two codes
+    assert bool(((codes.double() * step - exact).abs() <= (0.5 + roundings * 64 * torch.finfo(dtype).eps) * step).all())
+
+
+SIZES = [(1, 48), (3, 1184), (5, 96), (2, 4096), (6, 3008)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 37), (3, 1184), (5, 96), (2, 4096), (6, 3000)])
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_activations_become_codes_as_plainly(rows: int, width: int, dtype: torch.dtype) -> None:
+    x = normal(rows, width, seed=width)
+    x[-1] *= 0 if rows > 2 else 20
+    x = x.to(dtype)
+    check_codes(onptq.kernels.codes.token_codes(x), x.double(), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_gated_products_become_codes_as_plainly(rows: int, width: int, dtype: torch.dtype) -> None:
     pairs = normal(rows, 2 * width, seed=width)
     pairs[-1] *= 0 if rows > 2 else 20
     pairs = pairs.to(dtype)
     gate, up = pairs.double().chunk(2, -1)
-    exact = gate * torch.sigmoid(gate) * up
-    codes, step = onptq.kernels.gated.gated_codes(pairs)
-    plain_codes, plain_step = quantize_tokens(exact.to(dtype), 8)
-    assert (codes.dtype, step.dtype, step.shape) == (torch.int8, torch.float32, (rows, 1))
-    torch.testing.assert_close(step, plain_step.float(), rtol=2 * torch.finfo(dtype).eps, atol=0)
-    assert int((codes.int() - plain_codes.int()).abs().max()) <= 1  # by the last digits of what lies between two codes
-    # Of a step, which the product was off before: its own rounding, in float32 on a GPU that of the fast exponential as well.
-    rounded = (2 if dtype == torch.float32 and pairs.is_cuda else 1) * 128 * torch.finfo(dtype).eps
-    assert bool(((codes.double() * step - exact).abs() <= (0.5 + rounded) * step).all())
+    roundings = (
+        4 if dtype == torch.float32 else 2
+    )  # which the kernel computes in: exponential and quotient count as well
+    check_codes(onptq.kernels.gated.gated_codes(pairs), gate * torch.sigmoid(gate) * up, roundings)
 
 
-def test_the_operator_says_the_shapes_it_gives() -> None:
-    gated = onptq.kernels.gated.operator()
-    pairs = normal(3, 64).half()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_normed_streams_become_codes_as_plainly(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, stream = (normal(rows, width, seed=width + one) for one in (0, 1))
+    x[0], stream[0] = 5 * x[0], 0
+    if rows > 2:
+        x[-1] = stream[-1] = 0
+    x, stream, gain = x.to(dtype), stream.to(dtype), (1 + normal(width, seed=2) / 4).to(dtype)
+    packet, total = onptq.kernels.normed.normed_codes(x, stream, gain, 1e-5)
+    assert torch.equal(total, x + stream)
+    exact = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()
+    check_codes(packet, exact, 3)
+
+
+@pytest.mark.parametrize("name", ["codes", "gated", "normed"])
+def test_operators_say_the_shapes_they_give(name: str) -> None:
+    operator = getattr(onptq.kernels, name).operator
+    x = normal(3, 64).half()
+    inputs = (x, x, x[0], 1e-6) if name == "normed" else (x,)
     with FakeTensorMode() as mode:
-        said = gated(mode.from_tensor(pairs))
-    for one, found in zip(said, gated(pairs), strict=True):
-        assert (one.shape, one.stride(), one.dtype) == (found.shape, found.stride(), found.dtype)
-    assert onptq.kernels.gated.operator() is gated
+        said = operator()(*(mode.from_tensor(one) if isinstance(one, Tensor) else one for one in inputs))
+    found = operator()(*inputs)
+    for one, other in zip(*((pair if isinstance(pair, tuple) else (pair,)) for pair in (said, found)), strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    assert operator() is operator()
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)

@@ -288,6 +288,18 @@ def test_vllm_gets_the_same_settings_but_for_the_kernels_a_scheme_needs() -> Non
     assert "linear_backend" not in options(JOB, on_gpu=False)
 
 
+def test_any_option_of_vllm_can_be_set_for_all_checkpoints() -> None:
+    graphs = {"compilation_config.cudagraph_mode": "FULL", "block_size": 128, "attention_config.a.b": 1}
+    job = Job.parse(replace(JOB, mode="compiled", options=graphs).text())
+    found = options(job, on_gpu=True)
+    assert found["block_size"] == 128
+    assert found["compilation_config"] == {"cudagraph_capture_sizes": [1, 8, 2048, 16384], "cudagraph_mode": "FULL"}
+    assert found["attention_config"] == {"a": {"b": 1}}
+    done = CliRunner().invoke(app, ["bench", "zoo:qwen2.5-vl", "--engine", "transformers", "--set", "block_size=128"])
+    assert done.exit_code == 2
+    assert "--set block_size: these are options of vLLM" in done.output
+
+
 def test_kernels_are_read_off_the_layers_that_were_loaded() -> None:
     """Names of modules and classes as vLLM 0.26 and 0.32 have them."""
 

@@ -98,10 +98,14 @@ def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
         dequantize(weight.to(torch.int8), steps, zero, dtype)
     signed_step(torch.zeros(OUTPUTS, FFN), torch.zeros(OUTPUTS, FFN), 0.1, -0.5, 0.5)
 
+    from onptq.kernels.codes import token_codes
     from onptq.kernels.decisions import decide_states, kl_of_states
     from onptq.kernels.gated import gated_codes
+    from onptq.kernels.normed import normed_codes
 
+    token_codes(rows(STATES, WIDTH))
     gated_codes(rows(STATES, 2 * FFN))
+    normed_codes(rows(STATES, WIDTH), rows(STATES, WIDTH), rows(1, WIDTH)[0], 1e-6)
     head = rows(VOCABULARY, WIDTH)
     for bias in (None, rows(1, VOCABULARY)[0]):
         decide_states(x, x, head, bias)

@@ -17,11 +17,14 @@ from typer.testing import CliRunner
 from onptq.cli import app
 from onptq.errors import OnPTQError
 from onptq.evaluate.reader import open_checkpoint
+from onptq.kernels.packets import empty_packet, is_packet, unpacked
 from onptq.progress import QuietReporter
+from onptq.quantizer.integer import STEP_ROWS, quantize_tokens
+from onptq.quantizer.norms import rms_norm
 from onptq.schedules import plugin, table
 from onptq.schedules.candidates import FEW_ROWS, candidates
 from onptq.schedules.few_rows import is_launch
-from onptq.schedules.search import LEAST, Span, search, search_gated, spans
+from onptq.schedules.search import LEAST, Span, search, search_rounding, spans
 from onptq.schedules.shapes import joined, shapes_of
 from onptq.schedules.table import END, Found, Product, Schedule, Table, overlay
 from onptq.schedules.tune import tune
@@ -43,7 +46,7 @@ class Pretended:
     product: Product = PRODUCT
     builds: list[str] = field(default_factory=list)
     twins: Mapping[str, str] = field(default_factory=dict)
-    gates: Mapping[int, tuple[float, float] | None] = field(default_factory=dict)
+    roundings: Mapping[int, tuple[float, float] | None] = field(default_factory=dict)
 
     def own(self, rows: int) -> Schedule:
         return {"name": "own"}
@@ -64,8 +67,8 @@ class Pretended:
     def seconds(self, schedule: Schedule, rows: int) -> float:
         return self.times[schedule["name"]][rows]
 
-    def gated(self, rows: int) -> tuple[float, float] | None:
-        return self.gates.get(rows)
+    def rounding(self, way: str, rows: int) -> tuple[float, float] | None:
+        return self.roundings.get(rows)
 
 
 def test_each_number_of_rows_stands_for_those_above_its_half() -> None:
@@ -107,18 +110,18 @@ def test_what_is_hardly_faster_is_left_to_humming() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gates", "taken"),
+    ("roundings", "taken"),
     [
         ({1: (5e-6, 5.8e-6), 8: (2.0, 1.0)}, True),
+        ({1: (1.0, 1.0), 8: (1.0, 1.0)}, True),
         ({1: (5e-6, 6.2e-6), 8: (2.0, 1.0)}, False),
-        ({1: (1.0, 1.0), 8: (1.0, 1 - LEAST / 2)}, False),
         ({1: (1.0, 1.2), 8: (2.0, 1.0)}, False),
         ({1: None, 8: (2.0, 1.0)}, False),
     ],
 )
-def test_gates_go_with_rounding_where_that_is_right_and_faster(gates: Any, taken: bool) -> None:
-    found = search_gated(Pretended({}, gates=gates), [8, 1])
-    assert found == ({"1": gates[1], "8": gates[8]} if taken else {})
+def test_one_kernel_makes_and_rounds_where_that_is_right_and_loses_nothing(roundings: Any, taken: bool) -> None:
+    found = search_rounding(Pretended({}, roundings=roundings), "gated", [8, 1])
+    assert found == ({"1": roundings[1], "8": roundings[8]} if taken else {})
 
 
 def test_a_schedule_is_built_once_for_all_spans() -> None:
@@ -169,19 +172,19 @@ def test_a_checkpoint_is_tuned_and_its_table_read_again(tmp_path: Path) -> None:
         made.append(arguments)
         outputs, inputs = arguments[:2]
         times, product = {"own": {1: 2.0}, "new": {1: 1.0}}, Product(outputs, inputs, "int8", "uint4")
-        return Pretended(times, product=product, gates={1: (2.0, 1.0)})
+        return Pretended(times, product=product, roundings={1: (2.0, 1.0)})
 
     source, out = open_checkpoint("zoo:qwen2.5-vl"), tmp_path / "deep" / "found.json"
     shapes = shapes_of(source.config)
-    path, found, gated = tune(source, Scheme.parse("W4A8"), "float16", [1], out, QuietReporter(), make)
+    path, found, rounding = tune(source, Scheme.parse("W4A8"), "float16", [1], out, QuietReporter(), make)
     assert path == out
     assert found.keys() == shapes.keys()
     assert made == [(*shape, 4, 8, 0, torch.float16) for shape in shapes.values()]
     again = Table.read(out)
     key = str(Product(*shapes["qkv_proj"], "int8", "uint4"))
     assert again.products[key] == found["qkv_proj"] == [Found(0, 1, {"name": "new"}, {"1": (2.0, 1.0)})]
-    assert again.gated == {str(Product(*shapes["down_proj"], "int8", "uint4")): gated}
-    assert gated == {"1": (2.0, 1.0)}
+    assert rounding == {name: {"1": (2.0, 1.0)} for name in shapes}
+    assert again.rounding == {str(Product(*shape, "int8", "uint4")): {"1": (2.0, 1.0)} for shape in shapes.values()}
     again.products["another"] = []
     again.write(out)
     tune(source, Scheme.parse("W4A8"), "float16", [1], out, QuietReporter(), make)
@@ -326,71 +329,223 @@ class Linear:
         return self.kernel.apply_weights(self, x), None
 
 
-@pytest.mark.parametrize("version", ["0.26", "0.32"])
-@pytest.mark.parametrize("outputs", [64, 128])
-def test_gates_are_multiplied_while_activations_are_rounded(
-    heuristics: Any, monkeypatch: pytest.MonkeyPatch, version: str, outputs: int
-) -> None:
-    """In vLLM's MLP with humming's rounding, both as small as can be: 64 outputs are in the table, 128 are not."""
-    asked: list[str] = []
+@dataclass
+class Server:
+    """vLLM's Qwen blocks on humming's rounding, all as small as can be. What was asked for is told in order."""
 
-    def may_process_input(config: Any, inputs: torch.Tensor, **options: Any) -> Any:
-        asked.append("apart")
-        return inputs, None, torch.ones(1)
+    version: str
+    added: int = 0  # columns
+    asked: list[str] = field(default_factory=list)
 
-    def gated_codes(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        asked.append("together")
+    def __post_init__(self) -> None:
+        server = self
+
+        class HummingLinearKernel:
+            def process_weights_after_loading(self, layer: Any) -> None:
+                self.config = SimpleNamespace(
+                    shape_n=layer.outputs,
+                    shape_k=layer.inputs,
+                    a_dtype="int8",
+                    b_dtype="uint4",
+                    weight_scale_group_size=0,
+                    pad_shape_k=server.added,
+                )
+                if server.version == "0.26":
+                    layer.humming_metas = {"": self.config}
+                else:
+                    self.layer_config = self.config
+                self.weight = torch.linspace(-1, 1, layer.outputs * layer.inputs).view(layer.outputs, layer.inputs)
+
+            def apply_weights(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+                codes, _, step = sys.modules["humming.forward"].may_process_input(self.config, inputs=x)
+                return codes.float() * step @ self.weight.T
+
+        class RMSNorm:
+            weight, variance_epsilon = torch.nn.Parameter(torch.linspace(0.5, 2, 16)), 1e-5
+
+            def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+                server.asked.append("norm")
+                total = x if residual is None else x + residual
+                normed = rms_norm(total, self.weight.data, self.variance_epsilon)
+                return normed if residual is None else (normed, total)
+
+        class Attention:
+            def __init__(self) -> None:
+                self.qkv_proj, self.o_proj = (Linear(HummingLinearKernel(), *shape) for shape in ((48, 16), (16, 16)))
+
+            def __call__(self, positions: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+                q, k, v = self.qkv_proj(hidden_states)[0].chunk(3, -1)
+                return self.o_proj(q * k + v)[0]
+
+        class Qwen2MLP:
+            def __init__(self) -> None:
+                self.gate_up_proj = Linear(HummingLinearKernel(), 64, 16)
+                self.down_proj = Linear(HummingLinearKernel(), 16, 32)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                gate, up = self.gate_up_proj(x)[0].chunk(2, -1)
+                return self.down_proj(torch.nn.functional.silu(gate) * up)[0]
+
+            def __call__(self, x: torch.Tensor) -> torch.Tensor:
+                return self.forward(x)
+
+        class Qwen2DecoderLayer:
+            def __init__(self) -> None:
+                self.self_attn, self.mlp = Attention(), Qwen2MLP()
+                self.input_layernorm = self.post_attention_layernorm = RMSNorm()
+
+            def forward(self, positions: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+                if residual is None:
+                    x, residual = self.input_layernorm(hidden_states), hidden_states
+                else:
+                    x, residual = self.input_layernorm(hidden_states, residual)
+                x, residual = self.post_attention_layernorm(self.self_attn(positions, x), residual)
+                return self.mlp(x), residual
+
+        class Qwen3DecoderLayer:
+            def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+                return hidden_states
+
+        self.kernel, self.mlp, self.layer, self.other = (
+            HummingLinearKernel,
+            Qwen2MLP,
+            Qwen2DecoderLayer,
+            Qwen3DecoderLayer,
+        )
+
+    def may_process_input(self, config: Any, inputs: torch.Tensor, **options: Any) -> Any:
+        self.asked.append("humming")
+        codes, step = quantize_tokens(inputs, 8)
+        return codes, None, step
+
+    def _packet(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        self.asked.append(name)
+        rows, width = values.shape
+        packet = empty_packet(rows, width, values)
+        for one, found in zip(unpacked(packet, width), quantize_tokens(values, 8), strict=True):
+            one.copy_(found)
+        return packet
+
+    def token_codes(self, x: torch.Tensor) -> torch.Tensor:
+        return self._packet("tokens", x)
+
+    def gated_codes(self, pairs: torch.Tensor) -> torch.Tensor:
         gate, up = pairs.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up, torch.ones(1)
+        return self._packet("gated", torch.nn.functional.silu(gate) * up)
 
-    class HummingLinearKernel:
-        def process_weights_after_loading(self, layer: Any) -> None:
-            config = SimpleNamespace(
-                shape_n=layer.outputs, shape_k=layer.inputs, a_dtype="int8", b_dtype="uint4", weight_scale_group_size=0
-            )
-            if version == "0.26":
-                layer.humming_metas = {"": config}
-            else:
-                self.layer_config = config
-            self.config = config
-            self.weight = torch.linspace(-1, 1, layer.outputs * layer.inputs).view(layer.outputs, layer.inputs)
+    def normed_codes(self, x: torch.Tensor, stream: torch.Tensor, gain: torch.Tensor, eps: float) -> Any:
+        return self._packet("normed", rms_norm(x + stream, gain, eps)), x + stream
 
-        def apply_weights(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-            codes, _, step = sys.modules["humming.forward"].may_process_input(self.config, inputs=x)
-            return codes * step @ self.weight.T
+    def pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        models = "vllm.model_executor.models"
+        humming = "vllm.model_executor.kernels.linear.mixed_precision.humming"
+        pretend(
+            monkeypatch,
+            {
+                "humming.forward": {"may_process_input": self.may_process_input},
+                humming: {"HummingLinearKernel": self.kernel},
+                f"{models}.qwen2": {"Qwen2MLP": self.mlp, "Qwen2DecoderLayer": self.layer},
+                f"{models}.qwen3": {"Qwen3DecoderLayer": self.other},
+                "onptq.kernels.codes": {"operator": lambda: self.token_codes},
+                "onptq.kernels.gated": {"operator": lambda: self.gated_codes},
+                "onptq.kernels.normed": {"operator": lambda: self.normed_codes},
+            },
+        )
+        monkeypatch.setattr(sys.modules["humming"], "forward", sys.modules["humming.forward"], raising=False)
 
-    class Qwen2MLP:
-        def __init__(self) -> None:
-            self.gate_up_proj = Linear(HummingLinearKernel(), 64, 8)
-            self.down_proj = Linear(HummingLinearKernel(), outputs, 32)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            gate, up = self.gate_up_proj(x)[0].chunk(2, -1)
-            return self.down_proj(torch.nn.functional.silu(gate) * up)[0]
+SHAPES = {"qkv": (48, 16), "o": (16, 16), "gate_up": (64, 16), "down": (16, 32)}
+APART = ["norm", "humming", "humming", "norm", "humming", "humming"]
 
-    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    pretend(
-        monkeypatch,
-        {
-            "humming.forward": {"may_process_input": may_process_input},
-            "vllm.model_executor.kernels.linear.mixed_precision.humming": {"HummingLinearKernel": HummingLinearKernel},
-            "vllm.model_executor.models.qwen2": {"Qwen2MLP": Qwen2MLP},
-            "onptq.kernels.gated": {"operator": lambda: gated_codes},
-        },
-    )
-    monkeypatch.setattr(sys.modules["humming"], "forward", sys.modules["humming.forward"], raising=False)
-    expected = Qwen2MLP().forward(x)
+
+@pytest.mark.parametrize("version", ["0.26", "0.32"])
+@pytest.mark.parametrize(
+    ("chosen", "first", "second"),
+    [
+        ("", APART, APART),
+        (
+            "qkv o gate_up down",
+            ["norm", "tokens", "tokens", "normed", "gated"],
+            ["normed", "tokens", "normed", "gated"],
+        ),
+        ("qkv", ["norm", "tokens", *APART[2:]], ["normed", *APART[2:]]),
+        ("gate_up", [*APART[:3], "normed", "humming"], [*APART[:3], "normed", "humming"]),
+        ("down", [*APART[:5], "gated"], [*APART[:5], "gated"]),
+    ],
+)
+def test_what_enters_a_product_is_rounded_where_it_is_made(
+    heuristics: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    chosen: str,
+    first: list[str],
+    second: list[str],
+) -> None:
+    """In two blocks, of which the first has no stream yet; the numbers are those of rounding apart."""
+    rounding = {
+        str(Product(*SHAPES[name], "int8", "uint4")): {"1": (2.0, 1.0)} if name in chosen.split() else {}
+        for name in SHAPES
+    }
+    Table("GPU", "0.1.17", {}, rounding).write(tmp_path / "found.json")
+    server = Server(version)
+    server.pretend(monkeypatch)
+
+    def run() -> Any:
+        blocks = server.layer(), server.layer()
+        x, stream = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)), None
+        for block in blocks:
+            x, stream = block.forward(None, x, stream)
+        return x, stream
+
+    expected = run()
+    assert server.asked == APART + APART
     for _ in range(2):
         plugin.register()
-    asked.clear()
-    assert torch.equal(Qwen2MLP().forward(x), expected)
-    assert asked == ["apart", "together" if outputs == 64 else "apart"]
+    server.asked.clear()
+    assert all(map(torch.equal, run(), expected))
+    assert server.asked == first + second
+    assert "norms do not round: the Qwen3DecoderLayer of this vLLM is another" in caplog.text
 
 
-def test_another_vllm_keeps_its_gates(heuristics: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_columns_that_humming_added_are_left_to_humming(
+    heuristics: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Table("GPU", "0.1.17", {}, {"16x32 int8xuint4": {"1": (2.0, 1.0)}}).write(tmp_path / "found.json")
+    server = Server("0.32", added=8)
+    server.pretend(monkeypatch)
     plugin.register()
-    assert "gated products stay apart" in caplog.text
+    server.mlp().forward(torch.ones(3, 16))
+    assert server.asked == ["humming", "humming"]
+
+
+def test_another_vllm_rounds_as_it_did(heuristics: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plugin.register()
+    assert "activations are rounded by humming" in caplog.text
     assert heuristics.get_configs(layer_config=layer())[0] == [0, 1, {"new": 1}]
+
+
+def test_packets_pass_through_what_a_server_compiles() -> None:
+    """With any number of rows, and without a copy of the codes."""
+
+    def multiply(packet: torch.Tensor) -> torch.Tensor:
+        codes, step = unpacked(packet.view(-1, packet.shape[-1]), 32)
+        return codes.float() * step
+
+    compiled = torch.compile(multiply, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (1, 3, 8):
+        x = torch.randn(rows, 32).half()
+        packet = empty_packet(rows, 32, x)
+        codes, step = unpacked(packet, 32)
+        expected = quantize_tokens(x, 8)
+        codes.copy_(expected[0])
+        step.copy_(expected[1])
+        assert codes.data_ptr() == packet.data_ptr()
+        assert is_packet(packet, 32)
+        assert not is_packet(x, 32)
+        assert packet.nbytes >= codes.nbytes + step.element_size() * STEP_ROWS
+        assert torch.equal(compiled(packet), expected[0].float() * expected[1].float())
 
 
 def test_vllm_compiles_anew_where_the_table_has_changed(

@@ -43,6 +43,7 @@ class Settings:
     linear_backend: str | None = None  # None: what the scheme needs
     graph_sizes: tuple[int, ...] = ()  # none: the forwards that are measured
     cache_gib: float = 4.0
+    options: Mapping[str, Any] = field(default_factory=dict)  # further ones of vLLM: "a.b" -> value
     timeout: float = 600.0  # seconds for one checkpoint in one mode
     together: bool = False  # whether all of a mode start at once
     python: str = field(default_factory=lambda: sys.executable)  # that has vLLM
@@ -58,6 +59,8 @@ class Settings:
         if self.engine == "transformers" and self.linear_backend not in (None, *BACKENDS):
             known = ", ".join(BACKENDS)
             raise OnPTQError(f"linear backend {self.linear_backend!r} is not known to transformers; expected {known}")
+        if self.engine == "transformers" and self.options:
+            raise OnPTQError(f"--set {', '.join(self.options)}: these are options of vLLM; expected --engine vllm")
 
     def job(self, variant: Variant, mode: Mode) -> Job:
         sizes = self.graph_sizes or tuple(sorted({*self.batches, *(one * self.prompt_tokens for one in self.batches)}))
@@ -75,6 +78,7 @@ class Settings:
             linear_backend=backend,
             graph_sizes=sizes,
             cache_gib=self.cache_gib,
+            options=self.options,
         )
 
 

@@ -7,9 +7,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ class Job:
     linear_backend: str | None  # on a GPU; None is the engine's own choice
     graph_sizes: tuple[int, ...]  # tokens of the forwards that are captured when compiled
     cache_gib: float
+    options: Mapping[str, Any] = field(default_factory=dict)  # further ones of the engine: "a.b" -> value
     waits: bool = False  # until it is its turn to be measured; others may be starting
 
     def text(self) -> str:

@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 PACKAGE = "humming-kernels"  # whose products may be chosen
+SWITCHES = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT")  # of the environment, that change how fast it is
 SPOKEN = 8  # tokens that are decoded and then read
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of a decoder layer, as vLLM joins them
 
@@ -77,6 +78,7 @@ def run(job: Job) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "hardware": "sm{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "cpu",
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__} | humming_version(),
+        "environment": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "batches": list(measure(generate, job, memory)),
     } | doubts(llm, spoken, read, job)
 
@@ -106,7 +108,7 @@ def _values(ids: Sequence[int], places: Sequence[Any]) -> list[float]:
 
 
 def options(job: Job, on_gpu: bool) -> dict[str, Any]:
-    """The same for every checkpoint, apart from the kernels it asks for."""
+    """The same for every checkpoint, apart from the kernels it asks for; what was set by name comes last."""
     most = max(job.batches)
     found: dict[str, Any] = {
         "model": job.folder,
@@ -124,8 +126,16 @@ def options(job: Job, on_gpu: bool) -> dict[str, Any]:
         found |= {"kv_cache_memory_bytes": int(job.cache_gib * 2**30), "gpu_memory_utilization": 0.1}
         found |= {"linear_backend": job.linear_backend} if job.linear_backend else {}
     if job.mode == "compiled":
-        return found | {"compilation_config": {"cudagraph_capture_sizes": list(job.graph_sizes)}}
-    return found | {"enforce_eager": True}
+        found |= {"compilation_config": {"cudagraph_capture_sizes": list(job.graph_sizes)}}
+    else:
+        found |= {"enforce_eager": True}
+    for path, value in job.options.items():
+        *sections, leaf = path.split(".")
+        place = found
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = value
+    return found
 
 
 def humming_version() -> dict[str, str]:
@@ -152,7 +162,9 @@ def _describe(module: Any) -> str:
     name = f"{type(scheme).__name__} / {type(kernel).__name__ if kernel is not None else 'no kernel of its own'}"
     # Humming alone says what it multiplies; a kernel's own configuration names the model's dtype, whatever it rounds to.
     metas = (getattr(module, "humming_metas", None) or {"": getattr(kernel, "layer_config", None)}).values()
-    return ", ".join((name, *(f"{one.a_dtype} x {one.b_dtype}{_few_rows(one)}" for one in metas if one is not None)))
+    return ", ".join(
+        (name, *(f"{one.a_dtype} x {one.b_dtype}{_few_rows(one)}{_rounds(one)}" for one in metas if one is not None))
+    )
 
 
 def _few_rows(layer: Any) -> str:
@@ -161,6 +173,11 @@ def _few_rows(layer: Any) -> str:
     found = taken(layer.to_str()) if taken else ()
     spans = (f"{above + 1} to {upto}" if above + 1 < upto else str(upto) for above, upto in found)
     return f" (rows {' and '.join(spans)} by few_rows)" if found else ""
+
+
+def _rounds(layer: Any) -> str:
+    """Whether what enters has been rounded by OnPTQ's kernels (`onptq.schedules.rounding`)."""
+    return ", rounded by onptq" if getattr(layer, "_onptq_rounds", False) else ""
 
 
 def weight_bytes(model: Any) -> int:

@@ -60,6 +60,14 @@ def bench(
         ),
     ] = None,
     cache_gib: Annotated[float, typer.Option(help="vLLM's key-value cache on a GPU, GiB.")] = 4.0,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="OPTION=VALUE",
+            help="Any option of vLLM, as its LLM class names it, such as block_size=128 or compilation_config.cudagraph_mode=FULL; repeatable.",
+        ),
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder blocks of a model with random weights.")] = None,
     work: Annotated[
         Path | None, typer.Option(help="Where models are made and logs are kept.", show_default="thrown away")
@@ -83,6 +91,7 @@ def bench(
     """
     from onptq.bench.running import Settings
     from onptq.bench.tables import problem
+    from onptq.recipe import parse_override
 
     settings = Settings(
         engine=engine,  # type: ignore[arg-type]
@@ -95,6 +104,7 @@ def bench(
         linear_backend=linear_backend,
         graph_sizes=tuple(sorted(set(graph_sizes or ()))),
         cache_gib=cache_gib,
+        options=dict(map(parse_override, overrides or ())),
         timeout=timeout,
         together=together,
         python=python or sys.executable,

@@ -49,16 +49,17 @@ def tune(
     if quantization is None or quantization.scheme is None:
         raise OnPTQError(f"{folder} is not quantized in a way that OnPTQ knows; expected W4A8, W4A16 or W8A8")
     stated = Variant("", source, quantization.scheme).dtype
-    path, found, gated = run(
+    path, found, rounding = run(
         source, quantization.scheme, dtype or stated, rows or ROWS, out, make_reporter(quiet, False)
     )
     for name, spans in found.items():
         for one in spans:
             typer.echo(_line(name, one.seconds))
         if not spans:
-            typer.echo(f"{name:13} humming's own are the fastest that were tried")
-    if gated:
-        typer.echo(_line("gate, round", gated))
+            typer.echo(f"{name:17} humming's own are the fastest that were tried")
+    for name, seconds in rounding.items():
+        if seconds:
+            typer.echo(_line(f"into {name}", seconds))
     typer.echo(f"written: {path}")
 
 
@@ -66,4 +67,4 @@ def _line(name: str, seconds: Seconds) -> str:
     """At the most rows that were timed; the ratio is the mean over all."""
     most = max(seconds, key=int)
     own, best = seconds[most]
-    return f"{name:13} {most:>6} rows  {1e6 * own:9.1f} -> {1e6 * best:9.1f} us  {mean_ratio(seconds):.2f}x"
+    return f"{name:17} {most:>6} rows  {1e6 * own:9.1f} -> {1e6 * best:9.1f} us  {mean_ratio(seconds):.2f}x"

@@ -1,7 +1,6 @@
 """Codes of a gated product, silu(gate) * up, in one pass over memory: what `quantizer.integer.quantize_tokens` makes of it.
 
-A code may differ by one from that of the plain function where a value lies between two: exponentials and divisions are the
-GPU's fast ones here, since at these widths exact ones would take longer than memory does.
+Exponentials are the GPU's fast ones, since at these widths exact ones would take longer than memory does.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
@@ -16,24 +15,22 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from onptq.kernels import launching_on
-from onptq.kernels.tiles import rounded
-from onptq.quantizer.integer import STEP_ROWS, code_range
+from onptq.kernels.codes import grid_of, step_of, store_codes
+from onptq.kernels.packets import empty_packet, unpacked
 
-BITS = 8
 WARPS = 16
 LEAST = 16  # columns of a part
 
 
-def gated_codes(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Gates and what they multiply side by side, [rows, 2 x width]: codes int8 [rows, width] and steps float32 [rows, 1]."""
+def gated_codes(pairs: Tensor) -> Tensor:
+    """Gates and what they multiply side by side, [rows, 2 x width]: the codes of their product as a packet."""
     rows, width = pairs.shape[0], pairs.shape[1] // 2
-    codes = torch.empty(rows, width, dtype=torch.int8, device=pairs.device)
-    steps = torch.empty(-(-rows // STEP_ROWS) * STEP_ROWS, 1, device=pairs.device)[:rows]
-    low, high = code_range(BITS)
-    grid = {"LOW": low, "HIGH": high, "HALF": (2**BITS - 1) / 2, "EPS": torch.finfo(pairs.dtype).eps}
+    packet = empty_packet(rows, width, pairs)
     with launching_on(pairs):
-        _gated[(rows,)](pairs, codes, steps, width, **grid, **_parts(width), num_warps=WARPS)
-    return codes, steps
+        _gated[(rows,)](
+            pairs.contiguous(), *unpacked(packet, width), width, **grid_of(pairs), **_parts(width), num_warps=WARPS
+        )
+    return packet
 
 
 def _parts(width: int) -> dict[str, int]:
@@ -48,16 +45,15 @@ def _parts(width: int) -> dict[str, int]:
 
 
 @cache
-def operator() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def operator() -> Callable[[Tensor], Tensor]:
     """The same, such that torch.compile need not look into it."""
     found = torch.library.custom_op(
-        "onptq::gated_codes", gated_codes, mutates_args=(), schema="(Tensor pairs) -> (Tensor, Tensor)"
+        "onptq::gated_codes", gated_codes, mutates_args=(), schema="(Tensor pairs) -> Tensor"
     )
 
     @found.register_fake
-    def shapes(pairs: Tensor) -> tuple[Tensor, Tensor]:
-        rows, width = pairs.shape[0], pairs.shape[1] // 2
-        return pairs.new_empty(rows, width, dtype=torch.int8), pairs.new_empty(rows, 1, dtype=torch.float32)
+    def shape(pairs: Tensor) -> Tensor:
+        return empty_packet(pairs.shape[0], pairs.shape[1] // 2, pairs)
 
     return found
 
@@ -68,12 +64,6 @@ def _product(pairs_ptr, column, width):
     gate = tl.load(pairs_ptr + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(pairs_ptr + width + column, mask=inside, other=0.0).to(tl.float32)
     return (gate * tl.sigmoid(gate) * up).to(pairs_ptr.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def _store_codes(codes_ptr, column, width, product, per_step, LOW: tl.constexpr, HIGH: tl.constexpr):
-    code = tl.minimum(tl.maximum(rounded(product * per_step), LOW), HIGH)
-    tl.store(codes_ptr + column, code.to(tl.int8), mask=column < width)
 
 
 @triton.jit
@@ -96,9 +86,8 @@ def _gated(
     a, b, c = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND), FIRST + SECOND + tl.arange(0, THIRD)
     x, y, z = _product(pairs_ptr, a, width), _product(pairs_ptr, b, width), _product(pairs_ptr, c, width)
     top = tl.maximum(tl.maximum(tl.max(tl.abs(x), 0), tl.max(tl.abs(y), 0)), tl.max(tl.abs(z), 0))
-    step = tl.div_rn(top, top * 0 + HALF).to(pairs_ptr.dtype.element_ty).to(tl.float32)
-    step = tl.where(step == 0, EPS, step)
+    step = step_of(top, HALF, EPS, pairs_ptr.dtype.element_ty)
     tl.store(steps_ptr + row, step)
-    _store_codes(codes_ptr, a, width, x, 1.0 / step, LOW, HIGH)
-    _store_codes(codes_ptr, b, width, y, 1.0 / step, LOW, HIGH)
-    _store_codes(codes_ptr, c, width, z, 1.0 / step, LOW, HIGH)
+    store_codes(codes_ptr, a, width, x, 1.0 / step, LOW, HIGH)
+    store_codes(codes_ptr, b, width, y, 1.0 / step, LOW, HIGH)
+    store_codes(codes_ptr, c, width, z, 1.0 / step, LOW, HIGH)

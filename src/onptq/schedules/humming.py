@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from onptq.quantizer.integer import code_range
 from onptq.runtime.humming import PADDED_COLUMNS, PADDED_OUTPUTS, check_device, quantize_rows
+from onptq.schedules.activations import Way, time_rounding
 from onptq.schedules.candidates import candidates, early
 from onptq.schedules.captured import captured_seconds
 from onptq.schedules.few_rows import SINCE, FewRows, is_launch, launches, plain_product
@@ -23,8 +23,6 @@ COLD = 4  # times the second-level cache that weights take, so that each product
 REPLAY, RATE = 2e-3, 1e15  # seconds of a captured graph, at about so many operations a second
 OTHER, BETWEEN_CALLS = 1024, 64  # of a small kernel: values, and calls by which its time is taken
 EARLY_SINCE = (9, 0)  # GPUs that can set a kernel up before the one before it has ended
-OFF = 0.65  # of a step, which codes may be off: a half and, of the largest values, what 16 bits leave of them and of the step
-GATED_CALLS = 4
 BIAS = 0.05  # below what is summed, which it must not hide
 TOLERANCE = 2**-7  # of the largest value: sums are rounded to 16 bits, and again when they have their step
 
@@ -164,24 +162,5 @@ class HummingProduct:
         with torch.cuda.device(self.device):
             return FewRows.of(self.product, launch)
 
-    def gated(self, rows: int) -> tuple[float, float] | None:
-        from humming.forward import may_process_input  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-        from onptq.kernels.gated import gated_codes
-
-        pairs = torch.randn(rows, 2 * self.product.inputs, device=self.device).to(self.dtype)
-        codes, step = gated_codes(pairs)
-        error = codes.float() * step - _gated_product(pairs.float())
-        if not bool((error.abs() <= OFF * step).all()):  # false where it is no number
-            return None
-        del error
-        torch.compiler.reset()  # it compiles one function for some shapes only, and no more after that
-        product = torch.compile(_gated_product, dynamic=False)
-        apart = captured_seconds(lambda call: may_process_input(self.config, product(pairs)), GATED_CALLS)
-        together = captured_seconds(lambda call: gated_codes(pairs), GATED_CALLS)
-        return apart, together
-
-
-def _gated_product(pairs: Tensor) -> Tensor:
-    gate, up = pairs.chunk(2, -1)
-    return F.silu(gate) * up
+    def rounding(self, way: Way, rows: int) -> tuple[float, float] | None:
+        return time_rounding(way, self.config, rows, self.product.inputs, self.dtype)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from onptq.errors import OnPTQError
-from onptq.schedules import decoding, gated
+from onptq.schedules import decoding, rounding
 from onptq.schedules.few_rows import is_launch
 from onptq.schedules.table import Product, Table, overlay, table_path, tables_exist
 
@@ -25,7 +25,7 @@ def register() -> None:
         return
     _register_schedules()
     decoding.register(lambda: found_here().products)
-    gated.register(lambda: found_here().gated)
+    rounding.register(lambda: {name for name, seconds in found_here().rounding.items() if seconds})
     _join_compile_key()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from onptq.schedules.activations import Way
 from onptq.schedules.table import END, Found, Product, Schedule, Seconds
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -35,8 +36,8 @@ class Bench(Protocol):
 
     def seconds(self, schedule: Schedule, rows: int) -> float: ...
 
-    def gated(self, rows: int) -> tuple[float, float] | None:
-        """Seconds of a gated product and of rounding it: one after the other, and as one; None where these differ."""
+    def rounding(self, way: Way, rows: int) -> tuple[float, float] | None:
+        """Seconds of making and rounding what enters it: one after the other, and as one; None where these differ."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,16 @@ def search(bench: Bench, rows: Sequence[int], advance: Callable[[int], None] = l
     return found
 
 
-def search_gated(bench: Bench, rows: Sequence[int], advance: Callable[[int], None] = lambda n: None) -> Seconds:
-    """Nothing unless it is right and loses nothing to speak of at any number of rows, and is worth it at one."""
+def search_rounding(
+    bench: Bench, way: Way, rows: Sequence[int], advance: Callable[[int], None] = lambda n: None
+) -> Seconds:
+    """Nothing unless it is right and loses nothing to speak of at any number of rows: its steps are the checkpoint's own."""
     seen = {}
     for one in sorted(set(rows)):
-        seen[str(one)] = bench.gated(one)
+        seen[str(one)] = bench.rounding(way, one)
         advance(1)
     found = {name: pair for name, pair in seen.items() if pair is not None and pair[1] <= pair[0] + NEGLIGIBLE}
-    worth = any(together <= (1 - LEAST) * apart for apart, together in found.values())
-    return found if worth and len(found) == len(seen) else {}
+    return found if len(found) == len(seen) else {}
 
 
 def _best(bench: Bench, span: Span, tried: Sequence[Schedule]) -> Found | None:

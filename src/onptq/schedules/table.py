@@ -1,5 +1,5 @@
 """What was found on a GPU: for a product and a number of rows, the schedule that takes the place of humming's own, and the
-products whose activations are better multiplied by their gates while they are rounded.
+products whose activations are rounded by the kernel that makes them.
 
 Standard library only: vLLM reads this in its own environment.
 """
@@ -69,15 +69,15 @@ class Table:
     device: str
     humming: str
     products: dict[str, list[Found]] = field(default_factory=dict)
-    gated: dict[str, Seconds] = field(default_factory=dict)  # of rounding, the gated product before it included
+    rounding: dict[str, Seconds] = field(default_factory=dict)  # what enters it, made and rounded
 
     @classmethod
     def read(cls, path: Path) -> Table:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             products = {name: [_read_found(one) for one in found] for name, found in values["products"].items()}
-            gated = {name: _read_seconds(seconds) for name, seconds in values.get("gated", {}).items()}
-            return cls(values["device"], values["humming"], products, gated)
+            rounding = {name: _read_seconds(seconds) for name, seconds in values.get("rounding", {}).items()}
+            return cls(values["device"], values["humming"], products, rounding)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise OnPTQError(
                 f"cannot read schedules from {path}: {error!r}; `onptq tune FOLDER` writes them"

@@ -12,13 +12,12 @@ import torch
 from onptq.errors import OnPTQError
 from onptq.models.loading import DTYPES, Source
 from onptq.progress import Reporter
+from onptq.schedules.activations import WAYS
 from onptq.schedules.plugin import PACKAGE
-from onptq.schedules.search import Bench, search, search_gated
+from onptq.schedules.search import Bench, search, search_rounding
 from onptq.schedules.shapes import shapes_of
 from onptq.schedules.table import Found, Seconds, Table, table_path
 from onptq.schemes import Scheme
-
-GATED = "down_proj"  # its activations are a gated product
 
 MakeBench = Callable[[int, int, int, int, int, torch.dtype], Bench]
 
@@ -31,8 +30,8 @@ def tune(
     path: Path | None,
     reporter: Reporter,
     make: MakeBench | None = None,
-) -> tuple[Path, dict[str, list[Found]], Seconds]:
-    """By linear what was found, and of the gated product. `make` is humming on the GPU unless something else is to be timed."""
+) -> tuple[Path, dict[str, list[Found]], dict[str, Seconds]]:
+    """By linear what was found, for it and for what enters it. `make` is humming on the GPU unless another is to be timed."""
     if dtype not in DTYPES:
         raise OnPTQError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if scheme.activation_bits not in (8, 16) or scheme.weight_bits > 8:
@@ -48,20 +47,19 @@ def tune(
         table = known
     shapes = shapes_of(source.config)
     found: dict[str, list[Found]] = {}
-    gated: Seconds = {}
-    gates = scheme.activation_bits == 8
-    with reporter.phase("Tune", total=(len(shapes) + gates) * len(set(rows)), unit="spans of rows") as bar:
+    rounding: dict[str, Seconds] = {}
+    rounds = scheme.activation_bits == 8
+    with reporter.phase("Tune", total=(1 + rounds) * len(shapes) * len(set(rows)), unit="spans of rows") as bar:
         for name, (outputs, inputs) in shapes.items():
             bits = scheme.weight_bits, scheme.activation_bits
             bench = make(outputs, inputs, *bits, scheme.group_size or 0, DTYPES[dtype])
             found[name] = search(bench, rows, bar.advance)
             table.products[str(bench.product)] = found[name]
-            if name == GATED and gates:
-                gated = search_gated(bench, rows, bar.advance)
-                table.gated.pop(str(bench.product), None)
-                table.gated |= {str(bench.product): gated} if gated else {}
+            if rounds:
+                rounding[name] = search_rounding(bench, WAYS[name], rows, bar.advance)
+                table.rounding[str(bench.product)] = rounding[name]
             table.write(path)
-    return path, found, gated
+    return path, found, rounding
 
 
 def _humming() -> tuple[MakeBench, Table]:

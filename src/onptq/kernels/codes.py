@@ -1,0 +1,90 @@
+"""Codes of activations, `quantizer.integer.quantize_tokens`, in one pass over memory, as packets; and what all kernels that end
+in codes share.
+
+A code may differ by one from that of the plain function where a value lies between two: it is multiplied by what the step is
+the reciprocal of.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from onptq.kernels import launching_on
+from onptq.kernels.packets import empty_packet, unpacked
+from onptq.kernels.tiles import rounded
+from onptq.quantizer.integer import code_range
+
+BITS = 8
+PER_WARP, MOST_WARPS = 512, 16  # elements of a row
+
+
+def grid_of(x: Tensor) -> dict[str, float]:
+    low, high = code_range(BITS)
+    return {"LOW": low, "HIGH": high, "HALF": (2**BITS - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
+
+
+def whole_rows(width: int) -> dict[str, int]:
+    """Of a program that holds a row in registers."""
+    whole = triton.next_power_of_2(width)
+    return {"width": width, "WIDTH": whole, "num_warps": min(MOST_WARPS, max(1, whole // PER_WARP))}
+
+
+def token_codes(x: Tensor) -> Tensor:
+    """[rows, width] as a packet."""
+    rows, width = x.shape
+    packet = empty_packet(rows, width, x)
+    with launching_on(x):
+        _tokens[(rows,)](x.contiguous(), *unpacked(packet, width), **whole_rows(width), **grid_of(x))
+    return packet
+
+
+@cache
+def operator() -> Callable[[Tensor], Tensor]:
+    """The same, such that torch.compile need not look into it."""
+    found = torch.library.custom_op("onptq::token_codes", token_codes, mutates_args=(), schema="(Tensor x) -> Tensor")
+
+    @found.register_fake
+    def shape(x: Tensor) -> Tensor:
+        return empty_packet(x.shape[0], x.shape[1], x)
+
+    return found
+
+
+@triton.jit
+def step_of(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr):
+    """Of a token whose largest magnitude is `top`, in the activations' dtype."""
+    step = tl.div_rn(top, top * 0 + HALF).to(DTYPE).to(tl.float32)
+    return tl.where(step == 0, EPS, step)
+
+
+@triton.jit
+def store_codes(codes_ptr, column, width, values, per_step, LOW: tl.constexpr, HIGH: tl.constexpr):
+    code = tl.minimum(tl.maximum(rounded(values * per_step), LOW), HIGH)
+    tl.store(codes_ptr + column, code.to(tl.int8), mask=column < width)
+
+
+@triton.jit
+def _tokens(
+    x_ptr,
+    codes_ptr,
+    steps_ptr,
+    width,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    HALF: tl.constexpr,
+    EPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+    step = step_of(tl.max(tl.abs(x), 0), HALF, EPS, x_ptr.dtype.element_ty)
+    tl.store(steps_ptr + row, step)
+    store_codes(codes_ptr + row * width, column, width, x, 1.0 / step, LOW, HIGH)

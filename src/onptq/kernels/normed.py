@@ -1,0 +1,82 @@
+"""Codes of a block's normed stream: what `quantizer.integer.quantize_tokens` makes of `quantizer.norms.rms_norm`, in one pass
+over memory, in which the stream also takes in what the part before it gave."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from onptq.kernels import launching_on
+from onptq.kernels.codes import grid_of, step_of, store_codes, whole_rows
+from onptq.kernels.packets import empty_packet, unpacked
+
+
+def normed_codes(x: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Of x + stream, both [rows, width]: a packet of its norm's codes, and the sum itself, which is the stream from there on."""
+    rows, width = x.shape
+    packet, total = empty_packet(rows, width, x), torch.empty_like(stream)
+    with launching_on(x):
+        _normed[(rows,)](
+            x.contiguous(),
+            stream.contiguous(),
+            gain,
+            total,
+            *unpacked(packet, width),
+            eps,
+            **whole_rows(width),
+            **grid_of(x),
+        )
+    return packet, total
+
+
+@cache
+def operator() -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """The same, such that torch.compile need not look into it."""
+    schema = "(Tensor x, Tensor stream, Tensor gain, float eps) -> (Tensor, Tensor)"
+    found = torch.library.custom_op("onptq::normed_codes", normed_codes, mutates_args=(), schema=schema)
+
+    @found.register_fake
+    def shapes(x: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return empty_packet(x.shape[0], x.shape[1], x), torch.empty_like(stream)
+
+    return found
+
+
+@triton.jit
+def _normed(
+    x_ptr,
+    stream_ptr,
+    gain_ptr,
+    total_ptr,
+    codes_ptr,
+    steps_ptr,
+    eps,
+    width,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    HALF: tl.constexpr,
+    EPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A row, rounded where PyTorch rounds: the sum, the norm before its gain and behind it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    at = row * width + column
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    total = (x + tl.load(stream_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(total_ptr + at, total, mask=inside)
+    x = total.to(tl.float32)
+    rate = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    normed = (gain * (x * rate).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    step = step_of(tl.max(tl.abs(normed), 0), HALF, EPS, dtype)
+    tl.store(steps_ptr + row, step)
+    store_codes(codes_ptr + row * width, column, width, normed, 1.0 / step, LOW, HIGH)
