@@ -65,7 +65,7 @@ def bench(
         typer.Option(
             "--set",
             metavar="OPTION=VALUE",
-            help="Any option of vLLM, as its LLM class names it, such as block_size=128 or compilation_config.cudagraph_mode=FULL; repeatable.",
+            help="Any option of vLLM as its LLM class has it, such as compilation_config.cudagraph_mode=FULL; repeatable.",
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder blocks of a model with random weights.")] = None,
