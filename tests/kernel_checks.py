@@ -224,6 +224,10 @@ def test_activations_become_codes_as_plainly(rows: int, width: int, dtype: torch
     x[-1] *= 0 if rows > 2 else 20
     x = x.to(dtype)
     check_codes(onptq.kernels.codes.token_codes(x), x.double(), 1)
+    for bits in (6, 8):
+        found = unpacked(onptq.kernels.codes.token_codes(x, bits), width)
+        for one, plain in zip(found, quantize_tokens(x, bits), strict=True):
+            assert torch.equal(one, plain.to(one.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -71,7 +71,9 @@ class Pretended:
         return self.roundings.get(rows)
 
 
-def test_each_number_of_rows_stands_for_those_above_its_half() -> None:
+def test_each_number_of_rows_stands_for_those_above_its_half_or_the_one_before() -> None:
+    assert spans([2, 1]) == [Span(0, 1, (1,)), Span(1, 2, (2,))]
+    assert spans([1920, 2048]) == [Span(960, 1920, (1440, 1920)), Span(1920, 2048, (1921, 2048))]
     assert spans([2048, 1, 8]) == [Span(0, 1, (1,)), Span(4, 8, (6, 8)), Span(1024, 2048, (1536, 2048))]
     assert spans([16384, 8192])[-1] == Span(8192, END, (12288, 16384))
     assert spans([16384, 8192])[0].upto == 8192

@@ -1,8 +1,8 @@
 """Codes of activations, `quantizer.integer.quantize_tokens`, in one pass over memory, as packets; and what all kernels that end
 in codes share.
 
-A code may differ by one from that of the plain function where a value lies between two: it is multiplied by what the step is
-the reciprocal of.
+What is gated or normed first may have codes that differ by one from the plain functions' where a value lies between two: it is
+multiplied by the reciprocal of its step. Activations that are there already are divided, and have the same codes.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from onptq.kernels import launching_on
 from onptq.kernels.packets import empty_packet, unpacked
-from onptq.kernels.tiles import rounded
+from onptq.kernels.tiles import divided, rounded
 from onptq.quantizer.integer import code_range
 
 BITS = 8
 PER_WARP, MOST_WARPS = 512, 16  # elements of a row
 
 
-def grid_of(x: Tensor) -> dict[str, float]:
-    low, high = code_range(BITS)
-    return {"LOW": low, "HIGH": high, "HALF": (2**BITS - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
+def grid_of(x: Tensor, bits: int = BITS) -> dict[str, float]:
+    low, high = code_range(bits)
+    return {"LOW": low, "HIGH": high, "HALF": (2**bits - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
 
 
 def whole_rows(width: int) -> dict[str, int]:
@@ -36,22 +36,23 @@ def whole_rows(width: int) -> dict[str, int]:
     return {"width": width, "WIDTH": whole, "num_warps": min(MOST_WARPS, max(1, whole // PER_WARP))}
 
 
-def token_codes(x: Tensor) -> Tensor:
+def token_codes(x: Tensor, bits: int = BITS) -> Tensor:
     """[rows, width] as a packet."""
     rows, width = x.shape
     packet = empty_packet(rows, width, x)
     with launching_on(x):
-        _tokens[(rows,)](x.contiguous(), *unpacked(packet, width), **whole_rows(width), **grid_of(x))
+        _tokens[(rows,)](x.contiguous(), *unpacked(packet, width), **whole_rows(width), **grid_of(x, bits))
     return packet
 
 
 @cache
 def operator() -> Callable[[Tensor], Tensor]:
     """The same, such that torch.compile need not look into it."""
-    found = torch.library.custom_op("onptq::token_codes", token_codes, mutates_args=(), schema="(Tensor x) -> Tensor")
+    schema = f"(Tensor x, int bits={BITS}) -> Tensor"
+    found = torch.library.custom_op("onptq::token_codes", token_codes, mutates_args=(), schema=schema)
 
     @found.register_fake
-    def shape(x: Tensor) -> Tensor:
+    def shape(x: Tensor, bits: int = BITS) -> Tensor:
         return empty_packet(x.shape[0], x.shape[1], x)
 
     return found
@@ -65,8 +66,9 @@ def step_of(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store_codes(codes_ptr, column, width, values, per_step, LOW: tl.constexpr, HIGH: tl.constexpr):
-    code = tl.minimum(tl.maximum(rounded(values * per_step), LOW), HIGH)
+def store_codes(codes_ptr, column, width, placed, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Of values in steps."""
+    code = tl.minimum(tl.maximum(rounded(placed), LOW), HIGH)
     tl.store(codes_ptr + column, code.to(tl.int8), mask=column < width)
 
 
@@ -84,7 +86,8 @@ def _tokens(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
+    dtype = x_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
-    step = step_of(tl.max(tl.abs(x), 0), HALF, EPS, x_ptr.dtype.element_ty)
+    step = step_of(tl.max(tl.abs(x), 0), HALF, EPS, dtype)
     tl.store(steps_ptr + row, step)
-    store_codes(codes_ptr + row * width, column, width, x, 1.0 / step, LOW, HIGH)
+    store_codes(codes_ptr + row * width, column, width, divided(x, step).to(dtype).to(tl.float32), LOW, HIGH)

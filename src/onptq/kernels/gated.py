@@ -63,7 +63,7 @@ def _product(pairs_ptr, column, width):
     inside = column < width
     gate = tl.load(pairs_ptr + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(pairs_ptr + width + column, mask=inside, other=0.0).to(tl.float32)
-    return (gate * tl.sigmoid(gate) * up).to(pairs_ptr.dtype.element_ty).to(tl.float32)
+    return (gate * tl.sigmoid(gate) * up).to(pairs_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -80,14 +80,15 @@ def _gated(
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
 ):
-    """A row, whose products stay in registers between its largest and its codes."""
+    """A row, whose products stay in registers between its largest and its codes, as narrow as they are."""
     row = tl.program_id(0).to(tl.int64)
     pairs_ptr, codes_ptr = pairs_ptr + 2 * row * width, codes_ptr + row * width
     a, b, c = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND), FIRST + SECOND + tl.arange(0, THIRD)
     x, y, z = _product(pairs_ptr, a, width), _product(pairs_ptr, b, width), _product(pairs_ptr, c, width)
     top = tl.maximum(tl.maximum(tl.max(tl.abs(x), 0), tl.max(tl.abs(y), 0)), tl.max(tl.abs(z), 0))
-    step = step_of(top, HALF, EPS, pairs_ptr.dtype.element_ty)
+    step = step_of(top.to(tl.float32), HALF, EPS, pairs_ptr.dtype.element_ty)
     tl.store(steps_ptr + row, step)
-    store_codes(codes_ptr, a, width, x, 1.0 / step, LOW, HIGH)
-    store_codes(codes_ptr, b, width, y, 1.0 / step, LOW, HIGH)
-    store_codes(codes_ptr, c, width, z, 1.0 / step, LOW, HIGH)
+    per_step = 1.0 / step
+    store_codes(codes_ptr, a, width, x.to(tl.float32) * per_step, LOW, HIGH)
+    store_codes(codes_ptr, b, width, y.to(tl.float32) * per_step, LOW, HIGH)
+    store_codes(codes_ptr, c, width, z.to(tl.float32) * per_step, LOW, HIGH)

@@ -70,13 +70,13 @@ def _normed(
     inside = column < width
     at = row * width + column
     dtype = x_ptr.dtype.element_ty
+    gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     total = (x + tl.load(stream_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
     tl.store(total_ptr + at, total, mask=inside)
     x = total.to(tl.float32)
     rate = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32)
     normed = (gain * (x * rate).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     step = step_of(tl.max(tl.abs(normed), 0), HALF, EPS, dtype)
     tl.store(steps_ptr + row, step)
-    store_codes(codes_ptr + row * width, column, width, normed, 1.0 / step, LOW, HIGH)
+    store_codes(codes_ptr + row * width, column, width, normed * (1.0 / step), LOW, HIGH)

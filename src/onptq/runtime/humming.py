@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from onptq import kernels
 from onptq.errors import OnPTQError
+from onptq.kernels.packets import unpacked
 from onptq.quantizer.integer import STEP_ROWS, code_range, quantize_tokens
 from onptq.runtime.linear import LowBitLinear
 
@@ -55,6 +57,10 @@ class HummingLinear(nn.Module):
 
 def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes [rows, columns] and steps [rows, 1], these with room behind them: the kernel reads some at a time."""
+    if kernels.fit(x):
+        from onptq.kernels.codes import token_codes
+
+        return unpacked(token_codes(x, bits), x.shape[1])
     codes, step = quantize_tokens(x, bits)
     return codes, F.pad(step.float(), (0, 0, 0, -len(step) % STEP_ROWS))[: len(codes)]
 

@@ -8,10 +8,30 @@ from onptq.schedules.table import Schedule
 
 FEW_ROWS = 64  # up to here a product waits for weights, beyond for arithmetic
 
-# Rows and columns of a tile, and columns of a warp, by bits of an activation; humming's own tile is tried too.
-WIDE_TILES = {8: ((160, 128, 16), (192, 128, 16), (96, 256, 32), (128, 256, 32)), 16: ((128, 256, 32), (192, 256, 32))}
+# Rows and columns of a tile, and of a warp, by bits of an activation; humming's own tile is tried too.
+WIDE_TILES = {
+    8: (
+        (160, 128, 160, 16),
+        (240, 128, 240, 16),
+        (256, 128, 128, 16),
+        (96, 256, 96, 32),
+        (96, 256, 96, 16),
+        (128, 256, 128, 32),
+        (128, 256, 128, 16),
+    ),
+    16: ((128, 256, 128, 32), (192, 256, 192, 32)),
+}
 # Whether tiles are cut to fill the GPU, blocks that share their activations, and rows of tiles that go together.
-ORDERS = ((False, 1, 1), (False, 2, 1), (False, 1, 8), (False, 2, 8), (False, 2, 16), (True, 1, 1), (True, 2, 1))
+ORDERS = (
+    (False, 1, 1),
+    (False, 2, 1),
+    (False, 1, 8),
+    (False, 2, 8),
+    (False, 2, 16),
+    (True, 1, 1),
+    (True, 2, 1),
+    (True, 2, 16),
+)
 
 FILLED = 100  # tiles that are enough for a GPU without cutting them
 NARROW_TILES = ((128, 1), (128, 2), (128, 4), (256, 1), (256, 2))  # columns, and warps that share a sum
@@ -41,11 +61,11 @@ def early(schedule: Schedule) -> Schedule:
 
 def _wide(own: Schedule, outputs: int, activation_bits: int) -> Iterator[Schedule]:
     height, width, depth = own["block_shape"]
-    tiles = ((height, width, own["warp_shape"][1]), *WIDE_TILES.get(activation_bits, ()))
-    for rows, columns, warp in dict.fromkeys(tiles):
+    tiles = ((height, width, *own["warp_shape"][:2]), *WIDE_TILES.get(activation_bits, ()))
+    for rows, columns, *warp in dict.fromkeys(tiles):
         for cut, sharing, together in ORDERS:
             if outputs % (columns * sharing) == 0:
-                shape = {"block_shape": [rows, columns, depth], "warp_shape": [rows, warp, depth]}
+                shape = {"block_shape": [rows, columns, depth], "warp_shape": [*warp, depth]}
                 order = {"use_stream_k": cut, "multi_cast_size_a": sharing, "raster_group_m": together}
                 yield dict(own) | shape | order
 

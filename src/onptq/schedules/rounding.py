@@ -67,7 +67,7 @@ def _mark(kernel: Any, chosen: Callable[[], Container[str]]) -> None:
         metas = getattr(layer, "humming_metas", None) or {"": getattr(self, "layer_config", None)}
         found = [one for one in metas.values() if one is not None and _is_whole(one)]
         for one in found:
-            setattr(one, MARK, str(Product.of(one)) in chosen())
+            object.__setattr__(one, MARK, str(Product.of(one)) in chosen())  # what humming knows of it is frozen
         setattr(layer, MARK, any(getattr(one, MARK) for one in found))
 
     kernel.process_weights_after_loading = process_weights_after_loading

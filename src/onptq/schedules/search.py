@@ -13,7 +13,7 @@ from onptq.schedules.table import END, Found, Product, Schedule, Seconds
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BEYOND = 8192  # rows from which on all products are alike
-LEAST = 0.03  # a gain below this may be chance
+LEAST = 0.02  # a gain below this may be chance
 NEGLIGIBLE = 1e-6  # seconds a layer may lose with few rows: it takes a hundred times as long
 FINALISTS = 4  # of the first timing, timed again in turns with humming's own
 TURNS = 5
@@ -50,12 +50,14 @@ class Span:
 
 
 def spans(rows: Sequence[int]) -> list[Span]:
-    """Each number stands for what lies between its half and itself, the largest from BEYOND on for all beyond as well."""
+    """Each number stands for what lies between its half, or the number before it, and itself; the largest from BEYOND on for
+    all beyond as well."""
     ordered = sorted(set(rows))
     found = []
-    for one in ordered:
-        timed = tuple(sorted({max(1, one * 3 // 4), one})) if one > 2 else (one,)
-        found.append(Span(one // 2, END if one == ordered[-1] and one >= BEYOND else one, timed))
+    for before, one in zip((0, *ordered), ordered, strict=False):
+        above = max(before, one // 2)
+        timed = tuple(sorted({max(above + 1, one * 3 // 4), one}))
+        found.append(Span(above, END if one == ordered[-1] and one >= BEYOND else one, timed))
     return found
 
 
