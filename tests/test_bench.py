@@ -243,20 +243,23 @@ def test_what_was_decoded_is_read_again(spoken: float, read: float, broken: int,
 
 
 def test_prefill_and_decode_come_from_pairs_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that takes 5 s for a prompt and 2 s for a token is found to do so, warm-up apart."""
-    clock = SimpleNamespace(now=0.0, calls=0)
+    """An engine that takes 5 s for a prompt and 2 s for a token is found to do so, warm-up apart, and 1 s more for prompts of
+    which more than three came one right after another."""
+    clock = SimpleNamespace(now=0.0, calls=0, busy=0)
     monkeypatch.setattr("onptq.bench.timing.time.perf_counter", lambda: clock.now)
 
     def generate(prompts: Sequence[list[int]], tokens: int) -> None:
         assert len(prompts) in (1, 8)
         assert {len(ids) for ids in prompts} == {2048}
         clock.calls += 1
-        clock.now += 100 if clock.calls <= 4 else 5 * len(prompts) + 2 * (tokens - 1)
+        clock.busy = clock.busy + 1 if tokens == 1 else 0
+        clock.now += 100 if clock.calls <= 4 else 5 * len(prompts) + 2 * (tokens - 1) + (clock.busy > 3)
 
     memory = SimpleNamespace(reset=lambda: None, peak=lambda: clock.calls)
     one, eight = measure(generate, JOB, memory)
-    assert (one["prefill_seconds"], one["decode_seconds"]) == (5, 2)
-    assert (eight["prefill_seconds"], eight["decode_seconds"]) == (40, 2)
+    assert (one["prefill_seconds"], one["prefill_between_seconds"], one["decode_seconds"]) == (6, 5, 2)
+    assert (eight["prefill_seconds"], eight["prefill_between_seconds"], eight["decode_seconds"]) == (41, 40, 2)
+    assert one["prefill_all"] == [6] * JOB.repeats
     assert one["prefill_peak_bytes"] == 5  # read before the longer responses are written
     assert one["peak_bytes"] > one["prefill_peak_bytes"]
 

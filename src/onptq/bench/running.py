@@ -38,7 +38,7 @@ class Settings:
     batches: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 2048
     new_tokens: int = 64
-    repeats: int = 8
+    repeats: int = 16
     dtype: str | None = None  # None: as each checkpoint states it
     linear_backend: str | None = None  # None: what the scheme needs
     graph_sizes: tuple[int, ...] = ()  # none: the forwards that are measured

@@ -72,8 +72,9 @@ Generate = Callable[[Sequence[list[int]], int], None]  # writes so many tokens a
 
 
 def measure(generate: Generate, job: Job, memory: Memory) -> Iterator[dict[str, Any]]:
-    """Prefill is a response of one token. A longer one does the same and then decodes: the difference of two calls, one
-    right after the other, is what decoding took; medians over such pairs."""
+    """Prefill is a response of one token, one right after another, the first `repeats` of them not counted: a GPU that is busy
+    is at the limit of its power, and slower than one that was waiting. A longer response does the same and then decodes: the
+    difference of two calls, one right after the other, is what decoding took. Medians."""
     if job.waits:
         print(READY, flush=True)
         sys.stdin.readline()
@@ -85,15 +86,18 @@ def measure(generate: Generate, job: Job, memory: Memory) -> Iterator[dict[str, 
         memory.reset()
         generate(prompts, 1)
         prefill_peak = memory.peak()
-        prefills, decodes = [], []
+        prefills = [_seconds(generate, prompts, 1) for _ in range(2 * job.repeats)][job.repeats :]
+        between, decodes = [], []
         for _ in range(job.repeats):
-            prefills.append(_seconds(generate, prompts, 1))
-            decodes.append((_seconds(generate, prompts, 1 + job.new_tokens) - prefills[-1]) / job.new_tokens)
+            between.append(_seconds(generate, prompts, 1))
+            decodes.append((_seconds(generate, prompts, 1 + job.new_tokens) - between[-1]) / job.new_tokens)
         yield {
             "batch": batch,
             "prefill_seconds": statistics.median(prefills),
             "decode_seconds": statistics.median(decodes),  # of one step, which writes a token of every row
             "prefill_all": prefills,
+            "prefill_between_seconds": statistics.median(between),  # with decoding before and behind it
+            "prefill_between_all": between,
             "decode_all": decodes,
             "prefill_peak_bytes": prefill_peak,
             "peak_bytes": memory.peak(),

@@ -39,7 +39,7 @@ def bench(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 2048,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the first.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of which medians are taken.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of which medians are taken; as many come before.")] = 16,
     dtype: Annotated[
         str | None, typer.Option(help="float16, bfloat16 or float32.", show_default="as each checkpoint states it")
     ] = None,

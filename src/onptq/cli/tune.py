@@ -19,7 +19,7 @@ def tune(
         typer.Option(
             "--rows",
             min=1,
-            help="Tokens of a forward: each stands for those above its half or the one before, from 8192 on for all beyond too; repeatable.",
+            help="Tokens of a forward, repeatable: each for those above its half or the one before, from 8192 on for all beyond.",
             show_default="powers of two to 16384",
         ),
     ] = None,

@@ -22,7 +22,7 @@ from onptq.kernels.tiles import divided, rounded
 from onptq.quantizer.integer import code_range
 
 BITS = 8
-PER_WARP, MOST_WARPS = 512, 16  # elements of a row
+PER_WARP, MOST_WARPS = 256, 16  # elements of a row
 
 
 def grid_of(x: Tensor, bits: int = BITS) -> dict[str, float]:
