@@ -366,6 +366,20 @@ def test_the_table_says_how_many_times_faster_and_how_much_less_memory() -> None
     assert found[1][:8] == ("W4A8", "1", "20.00", "2.00x", "4.00", "2.50x", "8.00", "50.0%")
     assert len(found) == 2
     assert all(len(row) == len(HEADS) for row in found)
+    reserved = [result("dense", 1, 1, 2**34) | {"reserved_bytes": 2**35}, result("W4A8", 1, 1, 1)]
+    assert [row[6:8] for row in rows([*reserved, reserved[1] | {"reserved_bytes": 2**33}], "eager")][::2] == [
+        ("32.00", ""),
+        ("8.00", "75.0%"),
+    ]
+
+
+def test_what_an_h200_gave_is_shown_as_docs_say() -> None:
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    one, eight = (json.loads((results / f"h200-vllm-full-again-batch-{size}.json").read_text()) for size in (1, 8))
+    shown = [row[:8] for found in (one, eight) for row in rows(found["results"], "compiled")]
+    assert shown[1] == ("W4A8", "1", "26.40", "1.86x", "2.83", "1.69x", "7.33", "55.3%")
+    assert shown[2][4:6] == ("2.33", "2.05x")
+    assert shown[4] == ("W4A8", "8", "191.10", "1.91x", "3.22", "1.60x", "20.17", "30.9%")
 
 
 def test_the_papers_ratios_follow_from_its_numbers() -> None:

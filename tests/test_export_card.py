@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,20 @@ def test_the_switch_for_true_int8_activations_is_a_command() -> None:
     )
     assert "without computing" not in card(Path("model"), "W8A8")
     assert "VLLM_CPU_INT4_W4A8=0 vllm serve path/to/this/folder  # int4 x 16-bit" in card(Path("model"), "W4A16")
+
+
+def test_the_settings_that_were_fastest_are_told_where_they_were_measured() -> None:
+    lines = card(Path("model"), "W4A8").splitlines()
+    at = lines.index("onptq tune path/to/this/folder  # once, on the GPU that will serve, in the server's environment")
+    assert lines[at + 1] == (
+        "VLLM_USE_V2_MODEL_RUNNER=0 vllm serve path/to/this/folder --linear-backend humming --block-size 128 \\"
+    )
+    (words,) = re.findall("^    --compilation-config '(.*)'$", lines[at + 2])
+    assert json.loads(words) == {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2048]}
+    assert "1/1.84 and 1/1.86" in lines[at - 3]
+    assert "1/2.01 and 1/2.05" in card(Path("model"), "W4A16")
+    for other in ("W8A8", "W4A16-g128", "W4A16-g128-asym", "W4A6"):
+        assert "Fastest for" not in card(Path("model"), other)
 
 
 def test_what_is_only_simulated_says_so() -> None:

@@ -31,7 +31,7 @@ LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of a decoder la
 
 
 class TensorMemory:
-    """What tensors held on the GPU, without the key-value cache, which vLLM reserves at its start."""
+    """What tensors held on the GPU, without the key-value cache, which vLLM reserves at its start, and what graphs hold."""
 
     def __init__(self, cache_bytes: int) -> None:
         self.cache_bytes = cache_bytes
@@ -80,6 +80,7 @@ def run(job: Job) -> dict[str, Any]:
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__} | humming_version(),
         "environment": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "batches": list(measure(generate, job, memory)),
+        "reserved_bytes": int(torch.cuda.memory_reserved()) - cache if on_gpu else None,
     } | doubts(llm, spoken, read, job)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onptq.plan.serving import TRANSFORMERS, Served, serving
+from onptq.plan.serving import FASTEST, FASTEST_ENVIRONMENT, FASTEST_GAIN, TRANSFORMERS, Served, serving
 from onptq.schemes import Scheme
 
 EVIDENCE = {
@@ -22,7 +22,7 @@ def serving_section(scheme: Scheme, config: Mapping[str, Any], folder: str) -> s
     rows = [row for row in serving(scheme) if row.server != TRANSFORMERS]
     if scheme.simulated:
         return f"No server is known to run {scheme}: transformers simulates it.\n\n{_table(rows)}"
-    parts = [_commands(rows, folder), _warning(rows, scheme), _table(rows)]
+    parts = [_commands(rows, folder), _warning(rows, scheme), _fastest(scheme, folder), _table(rows)]
     if config.get("model_type") == "qwen2_5_omni_thinker":
         parts.insert(
             0, "This checkpoint holds an Omni model's thinker alone, and vLLM takes full Omni checkpoints only."
@@ -37,6 +37,19 @@ def _commands(rows: Sequence[Served], folder: str) -> str:
         remark = computed.pop() if len(computed) == 1 else "what is multiplied depends on the hardware, see below"
         lines.append(f"{_command(switch, folder)}  # {remark}")
     return "```bash\n" + "\n".join(lines) + "\n```"
+
+
+def _fastest(scheme: Scheme, folder: str) -> str:
+    """Where it was measured: one symmetric step per row."""
+    gain = FASTEST_GAIN.get((scheme.weight_bits, scheme.activation_bits))
+    if gain is None or scheme.group_size is not None or not scheme.symmetric:
+        return ""
+    command = " \\\n    ".join((f"{FASTEST_ENVIRONMENT} vllm serve {folder} {FASTEST[0]}", *FASTEST[1:]))
+    return (
+        f"Fastest for 7B shapes on an H200 (vLLM 0.26 with humming-kernels 0.1.17), where {gain}:\n\n```bash\n"
+        f"onptq tune {folder}  # once, on the GPU that will serve, in the server's environment\n{command}\n```\n\n"
+        "A forward is padded to the next of the captured sizes: name those of your batches and prompts."
+    )
 
 
 def _command(switch: str | None, folder: str) -> str:
