@@ -13,6 +13,7 @@ from conftest import Tiny
 from safetensors.torch import load_file, save_file
 
 from onptq.errors import OnPTQError
+from onptq.models import loading
 from onptq.models.loading import choose_device, choose_dtype, find_source
 
 CPU = torch.device("cpu")
@@ -85,3 +86,26 @@ def test_the_hash_follows_everything_that_decides_what_the_model_computes(model:
         assert find_source(model).sha256() != before
         path.write_text(whole)
     assert find_source(model).sha256() == before
+
+
+def test_large_files_are_hashed_in_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = find_source(model).sha256()
+    monkeypatch.setattr(loading, "PART", 64)
+    monkeypatch.setattr(loading, "BLOCK", 16)
+    source, done = find_source(model), []
+    before = source.sha256(done.append)
+    assert before not in (whole, "")
+    assert before == source.sha256()
+    assert sum(done) == len(source.files) < len(done)
+    shard = source.shards[0]
+    values = shard.read_bytes()
+    at = len(values) // 64 * 64 - 64
+    for changed in (
+        values[:at] + bytes([values[at] ^ 1]) + values[at + 1 :],  # a bit
+        values[64:128] + values[:64] + values[128:],  # the order of parts
+        values[:-1],
+    ):
+        shard.write_bytes(changed)
+        assert source.sha256() != before
+    shard.write_bytes(values)
+    assert source.sha256() == before

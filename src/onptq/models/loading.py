@@ -23,6 +23,7 @@ WEIGHTS = "*.safetensors"
 HASHED = (WEIGHTS, "*.json", "*.jinja", "*.txt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+PART, BLOCK = 2**28, 2**22  # bytes of a file that are hashed by one thread, and read at a time
 CATALOGED = ("zoo:", "real:")  # prefixes of the names in onptq.zoo.catalog
 
 
@@ -45,11 +46,14 @@ class Source:
         return sorted(path for pattern in HASHED for path in self.folder.glob(pattern))
 
     def sha256(self, advance: Callable[[int], None] = lambda files: None) -> str:
+        """Of all files, part by part, so that a large shard keeps every core busy."""
         digest = hashlib.sha256()
+        sizes = {path: max(1, path.stat().st_size) for path in self.files}
+        parts = [(path, start) for path, size in sizes.items() for start in range(0, size, PART)]
         with ThreadPoolExecutor() as pool:
-            for path, found in zip(self.files, pool.map(_file_sha256, self.files), strict=True):
-                digest.update(f"{path.name}:{found}\n".encode())
-                advance(1)
+            for (path, start), found in zip(parts, pool.map(_part_sha256, *zip(*parts, strict=True)), strict=True):
+                digest.update(f"{path.name}{f'@{start}' if start else ''}:{found}\n".encode())
+                advance(int(start + PART >= sizes[path]))
         return digest.hexdigest()
 
     def eos(self) -> tuple[int, ...]:
@@ -75,9 +79,13 @@ class Source:
         return STORED[stored]
 
 
-def _file_sha256(path: Path) -> str:
+def _part_sha256(path: Path, start: int) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(start)
+        for _ in range(0, PART, BLOCK):
+            digest.update(file.read(BLOCK))
+    return digest.hexdigest()
 
 
 def find_source(model: str | Path) -> Source:

@@ -112,9 +112,9 @@ class Cost:
         return flops / machine.flops + states * shapes.vocabulary * WIDE * passes / machine.bandwidth
 
     def load(self) -> float:
-        """Hashed first, a core for each shard, and then read once more."""
-        whole, cores = sum(self.checkpoint_bytes), min(self.machine.cores, len(self.checkpoint_bytes))
-        hashed = max(*self.checkpoint_bytes, whole / cores) / HASHED_BYTES
+        """Hashed first, by all cores, and then read once more."""
+        whole = sum(self.checkpoint_bytes)
+        hashed = whole / self.machine.cores / HASHED_BYTES
         return max(hashed, whole / self.machine.reading) + self.reread(whole)
 
     def reread(self, size: int) -> float:
