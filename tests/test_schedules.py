@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from onptq.kernels.packets import empty_packet, is_packet, unpacked
 from onptq.progress import QuietReporter
 from onptq.quantizer.integer import STEP_ROWS, quantize_tokens
 from onptq.quantizer.norms import rms_norm
-from onptq.schedules import plugin, table
+from onptq.schedules import activations, plugin, table
 from onptq.schedules.candidates import FEW_ROWS, candidates
 from onptq.schedules.few_rows import is_launch
 from onptq.schedules.search import LEAST, Span, search, search_rounding, spans
@@ -124,6 +124,36 @@ def test_what_is_hardly_faster_is_left_to_humming() -> None:
 def test_one_kernel_makes_and_rounds_where_that_is_right_and_loses_nothing(roundings: Any, taken: bool) -> None:
     found = search_rounding(Pretended({}, roundings=roundings), "gated", [8, 1])
     assert found == ({"1": roundings[1], "8": roundings[8]} if taken else {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", ["normed", "attended", "gated"])
+def test_codes_that_are_not_those_of_what_is_made_are_noticed(way: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    maker = activations._maker(way)
+    inputs = tuple(one.to(dtype) for one in maker.draw(5, 96))
+
+    def is_right(packet: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        return activations._is_right(replace(maker, packet=lambda *one: packet(maker.plain(*one)[0])), inputs, 96)
+
+    def without_steps(made: torch.Tensor) -> torch.Tensor:
+        packet = packed(made)
+        unpacked(packet, 96)[1].fill_(torch.nan)
+        return packet
+
+    assert is_right(packed)
+    assert not is_right(lambda made: packed(1.1 * made))
+    assert not is_right(lambda made: packed(made.flip(0)))
+    assert not is_right(without_steps)
+    if way == "normed":
+        x, stream, gain = inputs
+        normed, total = maker.plain(*inputs)
+        assert torch.equal(total, x + stream)
+        torch.testing.assert_close(normed, rms_norm(x + stream, gain, activations.EPS), rtol=0.02, atol=0.02)
+
+
+def test_every_linear_of_a_layer_has_a_maker_of_what_enters_it() -> None:
+    assert activations.WAYS.keys() == joined(64, 96, 4, 2, 16).keys()
 
 
 def test_a_schedule_is_built_once_for_all_spans() -> None:
@@ -331,6 +361,15 @@ class Linear:
         return self.kernel.apply_weights(self, x), None
 
 
+def packed(values: torch.Tensor) -> torch.Tensor:
+    """Codes as plainly as can be."""
+    rows, width = values.shape
+    packet = empty_packet(rows, width, values)
+    for one, found in zip(unpacked(packet, width), quantize_tokens(values, 8), strict=True):
+        one.copy_(found)
+    return packet
+
+
 @dataclass
 class Server:
     """vLLM's Qwen blocks on humming's rounding, all as small as can be. What was asked for is told in order."""
@@ -422,11 +461,7 @@ class Server:
 
     def _packet(self, name: str, values: torch.Tensor) -> torch.Tensor:
         self.asked.append(name)
-        rows, width = values.shape
-        packet = empty_packet(rows, width, values)
-        for one, found in zip(unpacked(packet, width), quantize_tokens(values, 8), strict=True):
-            one.copy_(found)
-        return packet
+        return packed(values)
 
     def token_codes(self, x: torch.Tensor) -> torch.Tensor:
         return self._packet("tokens", x)
