@@ -217,7 +217,8 @@ def test_a_config_whose_shapes_disagree_with_the_tensors_is_found(broken: Callab
     wrong = failed(look(folder))
     assert "mlp.gate_proj.weight" in wrong["shapes"]
     assert "config.json says [576, " in wrong["shapes"]
-    assert list(wrong) == ["shapes"]  # transformers takes whatever size the packed weights have
+    # Until 5.23, transformers takes whatever size the packed weights have.
+    assert list(wrong) in (["shapes"], ["shapes", "reload"])
 
 
 def test_a_tower_that_transformers_takes_for_quantized_is_found(broken: Callable[..., Path]) -> None:
