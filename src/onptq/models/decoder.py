@@ -114,6 +114,8 @@ def run_blocks(
     groups = structure.blocks[0].groups if wants_groups(mask) else 0
     if mask is not None and groups:
         mask = grouped_mask(mask, groups, hidden.dtype)
+    if checkpointed:
+        hidden = hidden.detach().requires_grad_()  # or the first block's parameters would have no gradient
 
     def step(block: nn.Module, hidden: Tensor) -> Tensor:
         with trusted_attention(), in_groups(block) if groups else nullcontext():
@@ -122,7 +124,8 @@ def run_blocks(
 
     for block in structure.blocks:
         if checkpointed:
-            hidden = checkpoint(step, block.module, hidden, use_reentrant=False, preserve_rng_state=False)
+            # Reentrant: no graph is built before a block runs again in the backward pass.
+            hidden = checkpoint(step, block.module, hidden, use_reentrant=True, preserve_rng_state=False)
         else:
             hidden = step(block.module, hidden)
         if observe is not None:
