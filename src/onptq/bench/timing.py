@@ -73,7 +73,7 @@ Generate = Callable[[Sequence[list[int]], int], None]  # writes so many tokens a
 
 def measure(generate: Generate, job: Job, memory: Memory) -> Iterator[dict[str, Any]]:
     """Prefill is a response of one token, one right after another, the first `repeats` of them not counted: a GPU that is busy
-    is at the limit of its power, and slower than one that was waiting. A longer response does the same and then decodes: the
+    is slower than one that was waiting. A longer response does the same and then decodes: the
     difference of two calls, one right after the other, is what decoding took. Medians."""
     if job.waits:
         print(READY, flush=True)
