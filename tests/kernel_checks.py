@@ -251,8 +251,11 @@ def test_normed_streams_become_codes_as_plainly(rows: int, width: int, dtype: to
     if rows > 2:
         x[-1] = stream[-1] = 0
     x, stream, gain = x.to(dtype), stream.to(dtype), (1 + normal(width, seed=2) / 4).to(dtype)
-    packet, total = onptq.kernels.normed.normed_codes(x, stream, gain, 1e-5)
+    packet, total = onptq.kernels.normed.normed_codes(
+        x, stream.T.contiguous().T, gain, 1e-5
+    )  # columns first: any order is read
     assert torch.equal(total, x + stream)
+    assert total.is_contiguous()
     exact = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()
     check_codes(packet, exact, 3)
 

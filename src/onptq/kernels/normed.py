@@ -20,7 +20,7 @@ from onptq.kernels.packets import empty_packet, unpacked
 def normed_codes(x: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Of x + stream, both [rows, width]: a packet of its norm's codes, and the sum itself, which is the stream from there on."""
     rows, width = x.shape
-    packet, total = empty_packet(rows, width, x), torch.empty_like(stream)
+    packet, total = empty_packet(rows, width, x), stream.new_empty(stream.shape)
     with launching_on(x):
         _normed[(rows,)](
             x.contiguous(),
@@ -43,7 +43,7 @@ def operator() -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor
 
     @found.register_fake
     def shapes(x: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return empty_packet(x.shape[0], x.shape[1], x), torch.empty_like(stream)
+        return empty_packet(x.shape[0], x.shape[1], x), stream.new_empty(stream.shape)
 
     return found
 
