@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from onptq.bench.running import Settings, command, run_bench
-from onptq.bench.tables import HEADS, announced, kernel_lines, paper_cell, rows
+from onptq.bench.tables import HEADS, announced, between_lines, kernel_lines, paper_cell, rows
 from onptq.bench.timing import Job, draw_prompts, heard, measure
 from onptq.bench.transformers_engine import run as run_transformers
 from onptq.bench.variants import choose_variants
@@ -379,6 +379,11 @@ def test_what_an_h200_gave_is_shown_as_docs_say() -> None:
     shown = [row[:8] for found in (one, eight) for row in rows(found["results"], "compiled")]
     assert shown[1] == ("W4A8", "1", "26.40", "1.86x", "2.83", "1.69x", "7.33", "55.3%")
     assert shown[2][4:6] == ("2.33", "2.05x")
+    (line,) = between_lines(one["results"], "compiled")
+    assert line == (
+        "prefill with decoding between, batch 1: dense 43.24 ms, W4A8 25.01 ms (1.73x), W4A16 humming 42.58 ms (1.02x)"
+    )
+    assert not list(between_lines(one["results"], "eager"))
     assert shown[4] == ("W4A8", "8", "191.10", "1.91x", "3.22", "1.60x", "20.17", "30.9%")
 
 

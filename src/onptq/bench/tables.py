@@ -46,6 +46,25 @@ def _row(name: str, row: Mapping[str, Any], base: Mapping[str, Any] | None) -> t
     )
 
 
+def between_lines(results: Sequence[Mapping[str, Any]], mode: str) -> Iterator[str]:
+    """Prefills between which something was decoded, a line for each batch: a GPU that is not always busy is faster."""
+    key = "prefill_between_seconds"
+    found = [
+        (one["name"], row)
+        for one in results
+        if one["mode"] == mode and "error" not in one
+        for row in one["batches"]
+        if key in row
+    ]
+    base = {row["batch"]: row for name, row in found if name == DENSE}
+    said: dict[int, list[str]] = {}
+    for name, row in found:
+        times = _times(row, None if name == DENSE else base.get(row["batch"]), key)
+        said.setdefault(row["batch"], []).append(f"{name} {1e3 * row[key]:.2f} ms" + f" ({times})" * bool(times))
+    for batch, each in said.items():
+        yield f"prefill with decoding between, batch {batch}: {', '.join(each)}"
+
+
 def _times(row: Mapping[str, Any], base: Mapping[str, Any] | None, key: str) -> str:
     if base is None or row[key] <= 0:  # a difference of two noisy times may be anything
         return ""

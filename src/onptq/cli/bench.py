@@ -153,7 +153,7 @@ def _print(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     from onptq.bench.paper import PAPER
-    from onptq.bench.tables import HEADS, kernel_lines, problem, rows
+    from onptq.bench.tables import HEADS, between_lines, kernel_lines, problem, rows
 
     console = Console(highlight=False)
     if not console.is_terminal:  # a file has no width of its own
@@ -172,7 +172,7 @@ def _print(found: dict[str, Any]) -> None:
         for row in rows(results, mode):
             table.add_row(*row)
         console.print(table)
-        for line in kernel_lines(results, mode):
+        for line in (*between_lines(results, mode), *kernel_lines(results, mode)):
             console.print(line, markup=False)
         for one in results:
             if one["mode"] == mode and (trouble := problem(one)):
