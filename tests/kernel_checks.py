@@ -214,7 +214,7 @@ def check_codes(packet: Tensor, exact: Tensor, roundings: int) -> None:
     assert bool(((codes.double() * step - exact).abs() <= (0.5 + roundings * 64 * torch.finfo(dtype).eps) * step).all())
 
 
-SIZES = [(1, 48), (3, 1184), (5, 96), (2, 4096), (6, 3008)]
+SIZES = [(1, 48), (3, 1184), (5, 96), (2, 4096), (6, 2992)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -237,9 +237,8 @@ def test_gated_products_become_codes_as_plainly(rows: int, width: int, dtype: to
     pairs[-1] *= 0 if rows > 2 else 20
     pairs = pairs.to(dtype)
     gate, up = pairs.double().chunk(2, -1)
-    roundings = (
-        4 if dtype == torch.float32 else 2
-    )  # which the kernel computes in: exponential and quotient count as well
+    # In float32 on a GPU the fast exponential counts as well.
+    roundings = 4 if dtype == torch.float32 and pairs.is_cuda else 2
     check_codes(onptq.kernels.gated.gated_codes(pairs), gate * torch.sigmoid(gate) * up, roundings)
 
 

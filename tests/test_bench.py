@@ -25,7 +25,7 @@ from onptq.cli import app
 from onptq.errors import OnPTQError
 from onptq.progress import QuietReporter
 from onptq.runtime.linear import has_integer_product
-from onptq.schedules import decoding
+from onptq.schedules import decoding, rounding
 from onptq.zoo.configs import RANDOM_TOWERS, Dims
 from onptq.zoo.published import PUBLISHED, Published
 
@@ -292,7 +292,7 @@ def test_vllm_gets_the_same_settings_but_for_the_kernels_a_scheme_needs() -> Non
 
 
 def test_any_option_of_vllm_can_be_set_for_all_checkpoints() -> None:
-    graphs = {"compilation_config.cudagraph_mode": "FULL", "block_size": 128, "attention_config.a.b": 1}
+    graphs = {"compilation_config": {"cudagraph_mode": "FULL"}, "block_size": 128, "attention_config": {"a": {"b": 1}}}
     job = Job.parse(replace(JOB, mode="compiled", options=graphs).text())
     found = options(job, on_gpu=True)
     assert found["block_size"] == 128
@@ -301,6 +301,9 @@ def test_any_option_of_vllm_can_be_set_for_all_checkpoints() -> None:
     done = CliRunner().invoke(app, ["bench", "zoo:qwen2.5-vl", "--engine", "transformers", "--set", "block_size=128"])
     assert done.exit_code == 2
     assert "--set block_size: these are options of vLLM" in done.output
+    done = CliRunner().invoke(app, ["bench", "zoo:qwen2.5-vl", "--set", "a=1", "--set", "a.b=2"])
+    assert done.exit_code == 2
+    assert "cannot set 'a.b': a is 1, not a section" in done.output
 
 
 def test_kernels_are_read_off_the_layers_that_were_loaded() -> None:
@@ -323,6 +326,9 @@ def test_kernels_are_read_off_the_layers_that_were_loaded() -> None:
     ]
     found = describe_kernels(SimpleNamespace(named_modules=lambda: named))
     assert found == {"CompressedTensorsWNA8Int / HummingLinearKernel, int8 x uint4": 2, "UnquantizedLinearMethod": 1}
+    setattr(meta, rounding.MARK, True)
+    found = describe_kernels(SimpleNamespace(named_modules=lambda: named[:1]))
+    assert found == {"CompressedTensorsWNA8Int / HummingLinearKernel, int8 x uint4, rounded by onptq": 1}
 
 
 def test_rows_that_another_kernel_multiplies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,11 +298,12 @@ def _override(base: Mapping[str, Any], overrides: Mapping[str, Any] | Iterable[s
                 _remove(result, path)
     for path, value in changes.items():
         if value != {}:  # an empty section changes nothing
-            _put(result, path, value)
+            put(result, path, value)
     return result
 
 
-def _put(data: dict[str, Any], path: str, value: Any) -> None:
+def put(data: dict[str, Any], path: str, value: Any) -> None:
+    """Under its dotted path, in sections that are made where they are missing."""
     *sections, leaf = path.split(".")
     for depth, section in enumerate(sections):
         data = data.setdefault(section, {})
@@ -330,7 +331,7 @@ def _with_implied(data: Mapping[str, Any]) -> dict[str, Any]:
     given = flatten(result)
     for path, value in IMPLIED.get(method, {}).items() if isinstance(method, str) else ():
         if path not in given:
-            _put(result, path, value)
+            put(result, path, value)
         elif given[path] != value:
             raise OnPTQError(
                 f"method={method} means {path}={value}, but {path}={given[path]} was given: "

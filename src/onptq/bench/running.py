@@ -43,7 +43,7 @@ class Settings:
     linear_backend: str | None = None  # None: what the scheme needs
     graph_sizes: tuple[int, ...] = ()  # none: the forwards that are measured
     cache_gib: float = 4.0
-    options: Mapping[str, Any] = field(default_factory=dict)  # further ones of vLLM: "a.b" -> value
+    options: Mapping[str, Any] = field(default_factory=dict)  # further ones of vLLM
     timeout: float = 600.0  # seconds for one checkpoint in one mode
     together: bool = False  # whether all of a mode start at once
     python: str = field(default_factory=lambda: sys.executable)  # that has vLLM

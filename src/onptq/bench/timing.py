@@ -34,7 +34,7 @@ class Job:
     linear_backend: str | None  # on a GPU; None is the engine's own choice
     graph_sizes: tuple[int, ...]  # tokens of the forwards that are captured when compiled
     cache_gib: float
-    options: Mapping[str, Any] = field(default_factory=dict)  # further ones of the engine: "a.b" -> value
+    options: Mapping[str, Any] = field(default_factory=dict)  # further ones of the engine
     waits: bool = False  # until it is its turn to be measured; others may be starting
 
     def text(self) -> str:

@@ -130,12 +130,9 @@ def options(job: Job, on_gpu: bool) -> dict[str, Any]:
         found |= {"compilation_config": {"cudagraph_capture_sizes": list(job.graph_sizes)}}
     else:
         found |= {"enforce_eager": True}
-    for path, value in job.options.items():
-        *sections, leaf = path.split(".")
-        place = found
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[leaf] = value
+    for name, value in job.options.items():
+        own = found.get(name)
+        found[name] = own | value if isinstance(own, dict) and isinstance(value, dict) else value
     return found
 
 

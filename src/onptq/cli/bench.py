@@ -91,8 +91,11 @@ def bench(
     """
     from onptq.bench.running import Settings
     from onptq.bench.tables import problem
-    from onptq.recipe import parse_override
+    from onptq.recipe import parse_override, put
 
+    options: dict[str, Any] = {}
+    for path, value in map(parse_override, overrides or ()):
+        put(options, path, value)
     settings = Settings(
         engine=engine,  # type: ignore[arg-type]
         modes=tuple(modes or ("eager",)),  # type: ignore[arg-type]
@@ -104,7 +107,7 @@ def bench(
         linear_backend=linear_backend,
         graph_sizes=tuple(sorted(set(graph_sizes or ()))),
         cache_gib=cache_gib,
-        options=dict(map(parse_override, overrides or ())),
+        options=options,
         timeout=timeout,
         together=together,
         python=python or sys.executable,

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onptq.kernels import launching_on
-from onptq.kernels.tiles import WARPS, divided, rounded, rows_here, saturated, sign, tiles
-from onptq.quantizer.integer import code_range
+from onptq.kernels.tiles import WARPS, divided, rounded, rows_here, saturated, sign, tiles, token_grid
 
 
 def fake_quantize_tokens(x: Tensor, bits: int) -> Tensor:
@@ -23,17 +22,12 @@ def fake_quantize_tokens(x: Tensor, bits: int) -> Tensor:
     return _forward(x.contiguous(), bits)[0]
 
 
-def _grid(x: Tensor, bits: int) -> dict[str, float]:
-    low, high = code_range(bits)
-    return {"LOW": low, "HIGH": high, "HALF": (2**bits - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
-
-
 def _forward(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """What leaves, and the largest magnitude of each token."""
     out, top = torch.empty_like(x), x.new_empty(x.shape[:-1])
     grid, shape = tiles(x)
     with launching_on(x):
-        _tokens_forward[grid](x, out, top, **shape, **_grid(x, bits), num_warps=WARPS)
+        _tokens_forward[grid](x, out, top, **shape, **token_grid(x, bits), num_warps=WARPS)
     return out, top
 
 
@@ -54,7 +48,7 @@ class _Tokens(torch.autograd.Function):
         grid, shape = tiles(x)
         with launching_on(x):
             launch = _tokens_backward[grid]
-            launch(grad.contiguous(), x, top, grad_x, **shape, **_grid(x, ctx.bits), num_warps=WARPS)
+            launch(grad.contiguous(), x, top, grad_x, **shape, **token_grid(x, ctx.bits), num_warps=WARPS)
         return grad_x, None
 
 

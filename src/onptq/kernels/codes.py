@@ -18,22 +18,10 @@ from torch import Tensor
 
 from onptq.kernels import launching_on
 from onptq.kernels.packets import empty_packet, unpacked
-from onptq.kernels.tiles import divided, rounded
-from onptq.quantizer.integer import code_range
+from onptq.kernels.tiles import divided, rounded, token_grid, whole_rows
 
 BITS = 8
-PER_WARP, MOST_WARPS = 256, 16  # elements of a row
-
-
-def grid_of(x: Tensor, bits: int = BITS) -> dict[str, float]:
-    low, high = code_range(bits)
-    return {"LOW": low, "HIGH": high, "HALF": (2**bits - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
-
-
-def whole_rows(width: int) -> dict[str, int]:
-    """Of a program that holds a row in registers."""
-    whole = triton.next_power_of_2(width)
-    return {"width": width, "WIDTH": whole, "num_warps": min(MOST_WARPS, max(1, whole // PER_WARP))}
+PER_WARP = 256  # elements of a row
 
 
 def token_codes(x: Tensor, bits: int = BITS) -> Tensor:
@@ -41,7 +29,7 @@ def token_codes(x: Tensor, bits: int = BITS) -> Tensor:
     rows, width = x.shape
     packet = empty_packet(rows, width, x)
     with launching_on(x):
-        _tokens[(rows,)](x.contiguous(), *unpacked(packet, width), **whole_rows(width), **grid_of(x, bits))
+        _tokens[(rows,)](x.contiguous(), *unpacked(packet, width), **whole_rows(width, PER_WARP), **token_grid(x, bits))
     return packet
 
 

@@ -15,8 +15,9 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from onptq.kernels import launching_on
-from onptq.kernels.codes import grid_of, step_of, store_codes
+from onptq.kernels.codes import BITS, step_of, store_codes
 from onptq.kernels.packets import empty_packet, unpacked
+from onptq.kernels.tiles import token_grid
 
 WARPS = 16
 LEAST = 16  # columns of a part
@@ -28,7 +29,12 @@ def gated_codes(pairs: Tensor) -> Tensor:
     packet = empty_packet(rows, width, pairs)
     with launching_on(pairs):
         _gated[(rows,)](
-            pairs.contiguous(), *unpacked(packet, width), width, **grid_of(pairs), **_parts(width), num_warps=WARPS
+            pairs.contiguous(),
+            *unpacked(packet, width),
+            width,
+            **token_grid(pairs, BITS),
+            **_parts(width),
+            num_warps=WARPS,
         )
     return packet
 

@@ -13,8 +13,9 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from onptq.kernels import launching_on
-from onptq.kernels.codes import grid_of, step_of, store_codes, whole_rows
+from onptq.kernels.codes import BITS, PER_WARP, step_of, store_codes
 from onptq.kernels.packets import empty_packet, unpacked
+from onptq.kernels.tiles import token_grid, whole_rows
 
 
 def normed_codes(x: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -29,8 +30,8 @@ def normed_codes(x: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[T
             total,
             *unpacked(packet, width),
             eps,
-            **whole_rows(width),
-            **grid_of(x),
+            **whole_rows(width, PER_WARP),
+            **token_grid(x, BITS),
         )
     return packet, total
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onptq.kernels import launching_on
+from onptq.kernels.tiles import whole_rows
 
 WALKED = 16  # rows of a program where the gain's gradient is summed
 PER_WARP = 512  # elements of a row
@@ -26,9 +27,7 @@ def rms_norm_rows(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 def _rows(x: Tensor) -> tuple[int, dict[str, int]]:
     width = x.shape[-1]
-    whole = triton.next_power_of_2(width)
-    warps = min(16, max(1, whole // PER_WARP))
-    return x.numel() // width, {"width": width, "WIDTH": whole, "num_warps": warps}
+    return x.numel() // width, whole_rows(width, PER_WARP)
 
 
 def _forward(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:

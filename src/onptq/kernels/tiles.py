@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
+from onptq.quantizer.integer import code_range
+
 TILE = 2048  # elements of a program's tile
 WIDEST = 1024  # columns of a tile
 WARPS = 8
+MOST_WARPS = 16  # of a program that holds a row
 
 
 def tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
@@ -19,6 +23,18 @@ def tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
     columns = min(WIDEST, triton.next_power_of_2(width))
     held = min(TILE // columns, triton.next_power_of_2(rows))
     return (triton.cdiv(rows, held),), {"rows": rows, "width": width, "ROWS": held, "COLUMNS": columns}
+
+
+def whole_rows(width: int, per_warp: int) -> dict[str, int]:
+    """Of a program that holds a row in registers, about `per_warp` elements a warp."""
+    whole = triton.next_power_of_2(width)
+    return {"width": width, "WIDTH": whole, "num_warps": min(MOST_WARPS, max(1, whole // per_warp))}
+
+
+def token_grid(x: Tensor, bits: int) -> dict[str, float]:
+    """Of codes with one step per token."""
+    low, high = code_range(bits)
+    return {"LOW": low, "HIGH": high, "HALF": (2**bits - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
 
 
 @triton.jit

@@ -51,7 +51,7 @@ class Source:
         sizes = {path: max(1, path.stat().st_size) for path in self.files}
         parts = [(path, start) for path, size in sizes.items() for start in range(0, size, PART)]
         with ThreadPoolExecutor() as pool:
-            for (path, start), found in zip(parts, pool.map(_part_sha256, *zip(*parts, strict=True)), strict=True):
+            for (path, start), found in zip(parts, pool.map(_part_sha256, parts), strict=True):
                 digest.update(f"{path.name}{f'@{start}' if start else ''}:{found}\n".encode())
                 advance(int(start + PART >= sizes[path]))
         return digest.hexdigest()
@@ -79,7 +79,8 @@ class Source:
         return STORED[stored]
 
 
-def _part_sha256(path: Path, start: int) -> str:
+def _part_sha256(part: tuple[Path, int]) -> str:
+    path, start = part
     digest = hashlib.sha256()
     with path.open("rb") as file:
         file.seek(start)
