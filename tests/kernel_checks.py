@@ -201,13 +201,14 @@ def test_signed_steps_are_the_plain_ones(choose: Callable[[str], None]) -> None:
     assert float(moved[0].abs().max()) == 0.5
 
 
-def check_codes(packet: Tensor, exact: Tensor, roundings: int) -> None:
-    """Against float64: off by half a step, and by what the kernel's dtype leaves of the largest values in so many roundings."""
+def check_codes(packet: Tensor, exact: Tensor, roundings: int, plain: Tensor | None = None) -> None:
+    """Against float64: off by half a step, and by what the kernel's dtype leaves of the largest values in so many roundings. And
+    against the plain twin's codes, of `plain` where what is rounded is not merely the exact value in that dtype."""
     rows, width = exact.shape
     dtype = packet.dtype
     assert is_packet(packet, width)
     codes, step = unpacked(packet, width)
-    plain_codes, plain_step = quantize_tokens(exact.to(dtype), 8)
+    plain_codes, plain_step = quantize_tokens(exact.to(dtype) if plain is None else plain, 8)
     assert (codes.dtype, step.dtype, step.shape) == (torch.int8, torch.float32, (rows, 1))
     torch.testing.assert_close(step, plain_step.float(), rtol=roundings * torch.finfo(dtype).eps, atol=0)
     assert int((codes.int() - plain_codes.int()).abs().max()) <= 1  # by the last digits of what lies between two codes
@@ -256,7 +257,7 @@ def test_normed_streams_become_codes_as_plainly(rows: int, width: int, dtype: to
     assert torch.equal(total, x + stream)
     assert total.is_contiguous()
     exact = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()
-    check_codes(packet, exact, 3)
+    check_codes(packet, exact, 3, plain_norm(total, gain, 1e-5))
 
 
 @pytest.mark.parametrize("name", ["codes", "gated", "normed"])
