@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from onptq.models.loading import choose_device
 from onptq.quantizer.integer import code_range
-from onptq.runtime.humming import HummingLinear, quantize_rows
+from onptq.runtime.humming import HummingLinear, rows_with_room
 from onptq.runtime.linear import LowBitLinear, integer_product
 from onptq.schedules.captured import captured_seconds
 from onptq.schedules.shapes import joined
@@ -79,7 +79,7 @@ def measure(linear: LowBitLinear, multiply: Multiply, rows: int) -> dict[str, An
     dtype, device = linear.step.dtype, linear.step.device
     x = torch.randn(rows, linear.in_features, device=device).to(dtype)
     weight = torch.randn(linear.out_features, linear.in_features, device=device).to(dtype)
-    codes, step = quantize_rows(x, ACTIVATION_BITS)
+    codes, step = rows_with_room(x, ACTIVATION_BITS)
     operations = 2 * rows * linear.out_features * linear.in_features
 
     def timed(operation: Callable[[], object]) -> float:

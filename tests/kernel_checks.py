@@ -23,6 +23,7 @@ import onptq.kernels.descent
 import onptq.kernels.gated
 import onptq.kernels.normed
 import onptq.kernels.norms
+import onptq.kernels.products
 import onptq.kernels.weights
 from onptq import kernels
 from onptq.bank import Trajectory
@@ -219,7 +220,7 @@ SIZES = [(1, 48), (3, 1184), (5, 96), (2, 4096), (6, 2992)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), SIZES)
+@pytest.mark.parametrize(("rows", "width"), [*SIZES, (3, 9232)])
 def test_activations_become_codes_as_plainly(rows: int, width: int, dtype: torch.dtype) -> None:
     x = normal(rows, width, seed=width)
     x[-1] *= 0 if rows > 2 else 20
@@ -258,6 +259,30 @@ def test_normed_streams_become_codes_as_plainly(rows: int, width: int, dtype: to
     assert total.is_contiguous()
     exact = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()
     check_codes(packet, exact, 3, plain_norm(total, gain, 1e-5))
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "outputs"), [(1, 48, 8), (17, 300, 70), (40, 512, 33), (129, 96, 130)])
+def test_products_are_the_exact_integers_scaled(
+    rows: int, columns: int, outputs: int, dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes, weight = (
+        (normal(size, columns, seed=seed) * 60).clamp(-128, 127).to(torch.int8)
+        for size, seed in ((rows, 1), (outputs, 2))
+    )
+    step, weight_step = normal(rows, 1, seed=3).abs() + 0.1, ((normal(outputs, seed=4).abs() + 0.1) / 1000).to(dtype)
+    bias = 50 * normal(outputs, seed=5).to(dtype) if biased else None
+    exact = (codes.double() @ weight.double().T) * step.double() * weight_step.double()
+    size = exact.abs() + (0 if bias is None else bias.double().abs())
+    exact = exact if bias is None else exact + bias.double()
+    rounding = 4 * torch.finfo(torch.float32).eps * size + torch.finfo(dtype).eps * exact.abs()
+    ordinary = onptq.kernels.products.TILES
+    for tiles in (ordinary, ()):  # those for few rows, and that for many
+        monkeypatch.setattr(onptq.kernels.products, "TILES", tiles)
+        found = onptq.kernels.products.scaled_rows(codes, step, weight, weight_step, bias, dtype)
+        assert found.dtype == dtype
+        assert bool(((found.double() - exact).abs() <= rounding).all())
 
 
 @pytest.mark.parametrize("name", ["codes", "gated", "normed"])

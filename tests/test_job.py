@@ -442,19 +442,26 @@ def test_what_is_kept_of_the_quantized_weights_does_not_change_the_result(
 
 
 @pytest.mark.parametrize(
-    ("free", "changes", "kept"),
+    ("free", "on_gpu", "changes", "kept"),
     [
-        (139, {}, "floats"),
-        (40, {}, "codes"),
-        (139, {"compute.cache_gib": 1}, "codes"),
-        (8, {}, "nothing"),
-        (8, {"calibrate.codes": "settled"}, "codes"),
-        (8, {"calibrate.codes": "settled", "rounds": 0}, "nothing"),
+        (139, True, {}, "integers"),
+        (139, False, {}, "floats"),
+        (139, True, {"scheme": "W4A16"}, "floats"),
+        (139, True, {"compute.integers": False}, "floats"),
+        (40, False, {}, "codes"),
+        (139, False, {"compute.cache_gib": 1}, "codes"),
+        (8, True, {}, "nothing"),
+        (8, False, {}, "nothing"),
+        (8, True, {"calibrate.codes": "settled"}, "integers"),
+        (8, False, {"calibrate.codes": "settled"}, "codes"),
+        (8, False, {"calibrate.codes": "settled", "rounds": 0}, "nothing"),
     ],
 )
-def test_as_much_is_kept_of_the_quantized_weights_as_fits(free: int, changes: dict[str, Any], kept: str) -> None:
+def test_as_much_is_kept_of_the_quantized_weights_as_fits(
+    free: int, on_gpu: bool, changes: dict[str, Any], kept: str
+) -> None:
     chosen, gib = recipe(changes), 2**30
-    assert keep_of_q(free * gib, chosen.compute.cache_gib, 13 * gib, 6 * gib, chosen) == kept
+    assert keep_of_q(free * gib, chosen.compute.cache_gib, 13 * gib, 6 * gib, chosen, on_gpu) == kept
 
 
 @pytest.mark.parametrize("changes", [{"compute.batch_tokens": 1}, {"calibrate.micro_batch": 1}])

@@ -102,8 +102,12 @@ def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
     from onptq.kernels.decisions import decide_states, kl_of_states
     from onptq.kernels.gated import gated_codes
     from onptq.kernels.normed import normed_codes
+    from onptq.kernels.products import scaled_rows
 
     token_codes(rows(STATES, WIDTH))
+    for count, bias in ((STATES, None), (100, rows(1, FFN)[0]), (1000, None), (2000, rows(1, FFN)[0])):
+        codes, step = torch.zeros(count, WIDTH, dtype=torch.int8), torch.ones(count, 1)
+        scaled_rows(codes, step, torch.zeros(FFN, WIDTH, dtype=torch.int8), rows(1, FFN)[0], bias, dtype)
     gated_codes(rows(STATES, 2 * FFN))
     normed_codes(rows(STATES, WIDTH), rows(STATES, WIDTH), rows(1, WIDTH)[0], 1e-6)
     head = rows(VOCABULARY, WIDTH)

@@ -41,6 +41,7 @@ from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 from onptq.run import Run
+from onptq.runtime.swap import swap_policy
 from onptq.schemes import Scheme
 
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
@@ -140,7 +141,10 @@ def _run(
         policy = load_policy(source, scheme, device=device, dtype=dtype)
         bar.advance()
     calibration, holdout = _encode(policy, processor, prompts, recipe, run, reporter)
-    cycle = Cycle(policy, calibration, holdout, recipe, run, reporter, _budgets(policy, recipe))
+    budgets = _budgets(policy, recipe)
+    if budgets.keep == "integers":
+        swap_policy(policy)
+    cycle = Cycle(policy, calibration, holdout, recipe, run, reporter, budgets)
 
     theta = cycle.rounds(_initialize(policy, calibration, recipe, run, reporter))
     after = cycle.holdout("final", "held-out at the end")
@@ -177,6 +181,7 @@ def _run(
     if verify:
         tried = [processor(prompt) for prompt in (probe_prompt(source.family.modalities), *prompts.calibration[:1])]
         with reporter.phase("Verify", total=len(tried), unit="prompts") as bar:
+            policy.attach(theta)  # simulated, as whoever loads the checkpoint does
             expected = [_graph_logits(policy, inputs) for inputs in tried]
             with policy.speaking("D"):
                 dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
@@ -236,20 +241,24 @@ def _start(policy: Policy, run: Run) -> Theta:
 
 
 def _budgets(policy: Policy, recipe: Recipe) -> Budgets:
-    """Half of what is free, shared by prefixes and targets; Q's weights stay as floats, or else as codes, where these fit beside
+    """Half of what is free, shared by prefixes and targets; Q's weights stay as integers, floats or codes where these fit beside
     that."""
     free, cache = free_memory(policy.device), recipe.compute.cache_gib
     budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
     parameters = [parameter for block in policy.structure.blocks for parameter in block.module.parameters()]
     floats, codes = sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters)
-    return Budgets(budget // 2, budget // 2, keep_of_q(free, cache, floats, codes, recipe))
+    keep = keep_of_q(free, cache, floats, codes, recipe, policy.device.type == "cuda")
+    return Budgets(budget // 2, budget // 2, keep)
 
 
-def keep_of_q(free: int, cache_gib: float | None, floats: int, codes: int, recipe: Recipe) -> Keep:
+def keep_of_q(free: int, cache_gib: float | None, floats: int, codes: int, recipe: Recipe, on_gpu: bool) -> Keep:
     """By the bytes of Q's weights as floats and as codes. Settled codes are theta's own and cost nothing."""
+    codes_fit = recipe.settles or codes < SHARE_OF_FREE * free
+    if codes_fit and on_gpu and recipe.multiplies_integers:
+        return "integers"
     if cache_gib is None and floats < SHARE_OF_FREE * free / 2:
         return "floats"
-    return "codes" if recipe.settles or codes < SHARE_OF_FREE * free else "nothing"
+    return "codes" if codes_fit else "nothing"
 
 
 def _counted(items: Iterable[T], bar: Bar) -> Iterator[T]:

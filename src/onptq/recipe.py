@@ -162,6 +162,10 @@ class ComputeConfig(Config):
     cache_gib: Real | None = Field(
         default=None, ge=0, description="memory for kept prefixes in GiB; null is a share of what is free"
     )
+    integers: StrictBool = Field(
+        default=True,
+        description="on a GPU Q's rollouts multiply int8 codes where it rounds activations; false simulates",
+    )
 
 
 class Recipe(Config):
@@ -203,6 +207,12 @@ class Recipe(Config):
     def settles(self) -> bool:
         """Whether rounds work on codes that no longer follow the weights."""
         return bool(self.rounds) and self.calibrate.codes == "settled"
+
+    @property
+    def multiplies_integers(self) -> bool:
+        """Whether a Q that stands still may multiply its codes instead of what they stand for."""
+        scheme = Scheme.parse(self.scheme)
+        return self.compute.integers and scheme.quantizes_weights and scheme.quantizes_activations
 
     @model_validator(mode="before")
     @classmethod

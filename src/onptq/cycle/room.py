@@ -12,13 +12,14 @@ from typing import Literal, TypeVar
 import torch
 
 T = TypeVar("T")
-Keep = Literal["floats", "codes", "nothing"]
+Keep = Literal["floats", "integers", "codes", "nothing"]
 
 
 @dataclass(frozen=True)
 class Budgets:
     """Bytes that may hold prefixes and dense targets between steps; None: as many as there are. And what is kept of Q's weights:
-    floats, their codes, or nothing, so that they are made of D's and theta in every forward."""
+    floats, integers that are multiplied as they are, codes that become floats in every forward, or nothing, so that weights are
+    made of D's and theta in every forward."""
 
     prefixes: int | None = None
     targets: int | None = None

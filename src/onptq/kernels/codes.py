@@ -22,6 +22,7 @@ from onptq.kernels.tiles import divided, rounded, token_grid, whole_rows
 
 BITS = 8
 PER_WARP = 256  # elements of a row
+WIDEST = 4096  # elements of a row that are held at once; longer rows are read twice
 
 
 def token_codes(x: Tensor, bits: int = BITS) -> Tensor:
@@ -29,7 +30,8 @@ def token_codes(x: Tensor, bits: int = BITS) -> Tensor:
     rows, width = x.shape
     packet = empty_packet(rows, width, x)
     with launching_on(x):
-        _tokens[(rows,)](x.contiguous(), *unpacked(packet, width), **whole_rows(width, PER_WARP), **token_grid(x, bits))
+        shape = whole_rows(min(width, WIDEST), PER_WARP) | {"width": width}
+        _tokens[(rows,)](x.contiguous(), *unpacked(packet, width), **shape, **token_grid(x, bits))
     return packet
 
 
@@ -75,7 +77,13 @@ def _tokens(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     dtype = x_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
-    step = step_of(tl.max(tl.abs(x), 0), HALF, EPS, dtype)
+    tops = tl.zeros([WIDTH], tl.float32)
+    for first in range(0, width, WIDTH):
+        x = tl.load(x_ptr + row * width + first + column, mask=first + column < width, other=0.0)
+        tops = tl.maximum(tops, tl.abs(x.to(tl.float32)))
+    step = step_of(tl.max(tops, 0), HALF, EPS, dtype)
     tl.store(steps_ptr + row, step)
-    store_codes(codes_ptr + row * width, column, width, divided(x, step).to(dtype).to(tl.float32), LOW, HIGH)
+    for first in range(0, width, WIDTH):
+        x = tl.load(x_ptr + row * width + first + column, mask=first + column < width, other=0.0).to(tl.float32)
+        placed = divided(x, step).to(dtype).to(tl.float32)
+        store_codes(codes_ptr + row * width, first + column, width, placed, LOW, HIGH)

@@ -19,6 +19,7 @@ from onptq.schemes import Scheme
 # Linears of a 7B decoder took 325.0 of the 447.4 ms of an eager forward over 16,384 tokens on an H200 (bf16).
 LINEAR_SHARE = 0.73
 DECIDE_PASSES = 30  # [states, V] float32: two log-softmaxes, two divergences, three argmaxes
+INTEGER_RATE = 1.45  # of int8 products, beside those in 16 bits: 2.1 instead of 3.1 ms for gate_proj there
 DENSE_OPERATIONS = 50  # started per block and forward
 REPLAYED = 6e-6  # seconds of a small operation in a replayed graph, from Follow of a 7B model on an H200
 # Per second, none of them probed: typical of one NVMe disk, measured on the host of an H200, and on one core of an EPYC.
@@ -75,12 +76,19 @@ class Cost:
         return KERNELS if self.machine.on_gpu else PLAIN
 
     def dense(
-        self, tokens: int, forwards: int, keys: float, operations: int = DENSE_OPERATIONS, launch: float | None = None
+        self,
+        tokens: int,
+        forwards: int,
+        keys: float,
+        operations: int = DENSE_OPERATIONS,
+        launch: float | None = None,
+        integers: bool = False,
     ) -> float:
         """`tokens` in `forwards` calls through the decoder, each token seeing `keys` others on average."""
         shapes, machine = self.shapes, self.machine
-        flops = tokens * (2 * shapes.linears + 4 * shapes.query * keys * shapes.layers)
-        read = forwards * shapes.linears * self.compute
+        products = 2 * shapes.linears / (INTEGER_RATE if integers else 1)
+        flops = tokens * (products + 4 * shapes.query * keys * shapes.layers)
+        read = forwards * shapes.linears * (1 if integers else self.compute)
         started = forwards * shapes.layers * operations * (machine.launch if launch is None else launch)
         return max(flops / machine.flops, read / machine.bandwidth) / LINEAR_SHARE + started
 
@@ -97,7 +105,8 @@ class Cost:
         if self.kept.weights == "nothing":
             moved += forwards * linears * WIDE * self.passes.live
         started = self.passes.quantized_operations
-        return self.dense(tokens, forwards, keys, started, launch) + moved / self.machine.bandwidth
+        integers = self.kept.weights == "integers"
+        return self.dense(tokens, forwards, keys, started, launch, integers) + moved / self.machine.bandwidth
 
     def rounded_activations(self, tokens: int) -> float:
         if not self.scheme.quantizes_activations:

@@ -36,10 +36,10 @@ class Kept:
     weights: Keep  # of Q
 
     @classmethod
-    def of(cls, free: int, floats: int, codes: int, recipe: Recipe) -> Kept:
+    def of(cls, free: int, floats: int, codes: int, recipe: Recipe, on_gpu: bool) -> Kept:
         cache = recipe.compute.cache_gib
         budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
-        return cls(budget // 2, budget // 2, keep_of_q(free, cache, floats, codes, recipe))
+        return cls(budget // 2, budget // 2, keep_of_q(free, cache, floats, codes, recipe, on_gpu))
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Memory:
         shapes = self.shapes
         if self.kept.weights == "nothing":
             return {"weights made anew": self.making()}
-        floats = shapes.linears if self.kept.weights == "floats" else 2 * shapes.largest
         # Without zero points theta's settled codes are the deployed ones.
         theirs = self.settled and self.scheme.symmetric
-        return {
-            "int8 codes": (0 if theirs else shapes.linears) + shapes.steps * self.storage,
-            "dequantized weights": floats * self.compute,
-        }
+        terms = {"int8 codes": (0 if theirs else shapes.linears) + shapes.steps * self.storage}
+        if self.kept.weights == "integers":
+            return terms
+        floats = shapes.linears if self.kept.weights == "floats" else 2 * shapes.largest
+        return terms | {"dequantized weights": floats * self.compute}
 
     def activations(self, tokens: int, keys: int, quantized: bool = True) -> int:
         """The widest moment of a block without gradients, for `tokens` that see `keys` each."""

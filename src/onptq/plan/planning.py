@@ -127,7 +127,7 @@ def make_plan(
 def _phases(source: Source, parts: Parts, machine: Machine, work: Work, scheme: Scheme) -> Iterator[Phase]:
     shapes, compute, storage = parts.shapes, machine.dtype.itemsize, DTYPES[parts.storage].itemsize
     free = max(0, machine.cacheable - shapes.loaded * compute)
-    kept = Kept.of(free, shapes.linears * compute, shapes.linears, work.recipe)
+    kept = Kept.of(free, shapes.linears * compute, shapes.linears, work.recipe, machine.on_gpu)
     memory = Memory(shapes, work, scheme, compute, storage, kept, machine.on_gpu)
     sizes = [shard.stat().st_size for shard in source.shards]
     seconds = Cost(shapes, work, scheme, machine, kept, sizes, parts.output_bytes).phases()

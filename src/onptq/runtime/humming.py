@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from onptq import kernels
 from onptq.errors import OnPTQError
-from onptq.kernels.packets import unpacked
-from onptq.quantizer.integer import STEP_ROWS, code_range, quantize_tokens
-from onptq.runtime.linear import LowBitLinear
+from onptq.quantizer.integer import STEP_ROWS, code_range
+from onptq.runtime.linear import LowBitLinear, quantize_rows
 
 PADDED_OUTPUTS, PADDED_COLUMNS = 256, 128  # multiples its kernels are tuned for
 PACKED_COLUMNS = 32  # of which packing wants a multiple
@@ -50,18 +49,16 @@ class HummingLinear(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        codes, step = quantize_rows(x.view(-1, self.in_features), self.activation_bits)
+        codes, step = rows_with_room(x.view(-1, self.in_features), self.activation_bits)
         product: Tensor = self.layer(codes, input_scale=step)
         return product.view(*x.shape[:-1], self.out_features)
 
 
-def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes [rows, columns] and steps [rows, 1], these with room behind them: the kernel reads some at a time."""
+def rows_with_room(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes [T, I] and steps [T, 1], these with room behind them, as packets have: the kernel reads some at a time."""
+    codes, step = quantize_rows(x, bits)
     if kernels.fit(x):
-        from onptq.kernels.codes import token_codes
-
-        return unpacked(token_codes(x, bits), x.shape[1])
-    codes, step = quantize_tokens(x, bits)
+        return codes, step
     return codes, F.pad(step.float(), (0, 0, 0, -len(step) % STEP_ROWS))[: len(codes)]
 
 

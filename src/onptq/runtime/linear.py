@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from onptq import kernels
 from onptq.errors import OnPTQError
+from onptq.kernels.packets import ROOM, unpacked
 from onptq.quantizer.integer import quantize_tokens
 
+INT8 = frozenset({torch.int8})
 CUDA_ROWS = 17  # the fewest that torch._int_mm takes on a GPU
 CUDA_MULTIPLE = 8  # of which it wants columns and outputs there
 
@@ -54,16 +57,34 @@ class LowBitLinear(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        codes, step = quantize_tokens(x, self.activation_bits)
-        product = integer_product(codes.view(-1, self.in_features), self.codes)
-        product = product.to(torch.promote_types(x.dtype, torch.float32))
-        product = product.mul_(step.view(-1, 1)).mul_(self.step)  # narrower steps are widened first
-        if self.bias is not None:
-            product = product.add_(self.bias)
-        return product.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        codes, step = quantize_rows(x.reshape(-1, self.in_features), self.activation_bits)
+        product = scaled_product(codes, step, self.codes, self.step, self.bias, x.dtype)
+        return product.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.operands}, activation_bits={self.activation_bits}"
+
+
+def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes int8 [T, I] and steps [T, 1] of activations [T, I]."""
+    if kernels.fit(x) and x.shape[1] % ROOM == 0:
+        from onptq.kernels.codes import token_codes
+
+        return unpacked(token_codes(x, bits), x.shape[1])
+    return quantize_tokens(x, bits)
+
+
+def scaled_product(
+    codes: Tensor, step: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Codes int8 [T, I] and steps [T, 1] times codes int8 [O, I] and steps [O], plus bias [O]: [T, O] in `dtype`."""
+    if dtype in kernels.DTYPES and kernels.fit(step, weight_step, bias) and kernels.fit(codes, weight, dtypes=INT8):
+        from onptq.kernels.products import scaled_rows
+
+        return scaled_rows(codes, step, weight, weight_step, bias, dtype)
+    product = integer_product(codes, weight).to(torch.promote_types(dtype, torch.float32))
+    product = product.mul_(step).mul_(weight_step)  # narrower steps are widened first
+    return (product if bias is None else product.add_(bias)).to(dtype)
 
 
 def integer_product(x: Tensor, weight: Tensor) -> Tensor:

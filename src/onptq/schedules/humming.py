@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onptq.quantizer.integer import code_range
-from onptq.runtime.humming import PADDED_COLUMNS, PADDED_OUTPUTS, check_device, quantize_rows
+from onptq.runtime.humming import PADDED_COLUMNS, PADDED_OUTPUTS, check_device, rows_with_room
 from onptq.schedules.activations import Way, time_rounding
 from onptq.schedules.candidates import candidates, early
 from onptq.schedules.captured import captured_seconds
@@ -71,7 +71,7 @@ class HummingProduct:
     def inputs(self, rows: int) -> tuple[Tensor, Tensor | None]:
         if rows not in self._inputs:
             x = torch.randn(rows, self.layer.shape_k, device=self.device).to(self.dtype)
-            self._inputs[rows] = (x, None) if self.activation_bits == 16 else quantize_rows(x, self.activation_bits)
+            self._inputs[rows] = (x, None) if self.activation_bits == 16 else rows_with_room(x, self.activation_bits)
         return self._inputs[rows]
 
     def exact(self, rows: int) -> Tensor:
