@@ -158,6 +158,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where the model is made, and kept for the next call")
     parser.add_argument("--verify", action="store_true", help="also reload the checkpoint and compare it")
     parser.add_argument("--profile", choices=PROFILED, help="look into two steps of a phase, which then takes longer")
+    parser.add_argument("--profile-after", type=int, default=1, metavar="N", help="steps of it that come before")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write every number to FILE")
     parser.add_argument("--sweep", nargs="*", choices=SWEEPS, help="change one of these (all, unless named) at a time")
     parser.add_argument("--tiny", action="store_true", help="a model of the family that a CPU runs in seconds")
@@ -192,7 +193,7 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
     media = arguments.media_tokens or (TINY_BASE if arguments.tiny else BASE)["media_tokens"]
     recipe = make_recipe(arguments.preset, arguments.scheme, changes, point)
     setting = Setting(shape, arguments.layers or shape.dims.layers, media, recipe)
-    run = bench.run(setting, arguments.verify, arguments.profile)
+    run = bench.run(setting, arguments.verify, arguments.profile, arguments.profile_after)
     report |= {"recipe": recipe.model_dump(), "layers": setting.layers, "run": run}
     show_run(console, run, rates)
     if run.get("profile"):

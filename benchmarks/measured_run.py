@@ -129,12 +129,15 @@ class Bench:
     rates: Rates
     say: Callable[[str], None]
 
-    def run(self, setting: Setting, verify: bool = False, profile: str | None = None) -> dict[str, Any]:
-        """One whole run; its checkpoint is thrown away, the model stays for the next. A profiled phase takes longer."""
+    def run(
+        self, setting: Setting, verify: bool = False, profile: str | None = None, skipped: int = 1
+    ) -> dict[str, Any]:
+        """One whole run; its checkpoint is thrown away, the model stays for the next. A profiled phase takes longer; so many of
+        its steps come before."""
         model, made = self._model(setting)
         out = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder))
         prompts = prompts_of(setting)
-        profiled = None if profile is None else Profiled(profile, self.device)
+        profiled = None if profile is None else Profiled(profile, self.device, skipped)
         measuring = Measuring(self.device, self.say, profiled)
         began = time.perf_counter()
         try:

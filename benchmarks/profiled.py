@@ -13,18 +13,20 @@ from torch.autograd.profiler_util import DeviceType
 
 from onptq.progress import Bar
 
-SKIPPED = 1  # steps before, which compile and allocate
+PLAIN = 8  # steps before, at most, that are timed without it
 STEPS = 2
 KERNELS = 25  # that are kept, those of most time
 
 
 class Profiled:
-    """The first run through the phase of this name; a step lies between two advances of its bar."""
+    """The first run through the phase of this name; a step lies between two advances of its bar. `skipped` come before, at least
+    one, which compiles and allocates."""
 
-    def __init__(self, phase: str, device: torch.device) -> None:
-        self.phase, self.device = phase, device
+    def __init__(self, phase: str, device: torch.device, skipped: int = 1) -> None:
+        self.phase, self.device, self.skipped = phase, device, max(1, skipped)
         self.found: dict[str, Any] | None = None
-        self._advances, self._began = 0, 0.0
+        self._advances, self._began, self._computed = 0, 0.0, 0.0
+        self._plain: dict[str, float] = {}
         activity = torch.profiler.ProfilerActivity
         self._activities = [activity.CPU, *([activity.CUDA] if device.type == "cuda" else [])]
         self._profiler: torch.profiler.profile | None = None
@@ -34,12 +36,16 @@ class Profiled:
 
     def step(self) -> None:
         self._advances += 1
-        if self._advances == SKIPPED:
-            self._synchronize()
+        first = max(1, self.skipped - PLAIN)
+        if self._advances == first < self.skipped:
+            self._start_clocks()
+        elif self._advances == self.skipped:
+            if first < self.skipped:
+                self._plain = self._plain_step(self.skipped - first)
             self._profiler = torch.profiler.profile(activities=self._activities)
             self._profiler.start()
-            self._began = time.perf_counter()
-        elif self._profiler is not None and self._advances == SKIPPED + STEPS:
+            self._start_clocks()
+        elif self._profiler is not None and self._advances == self.skipped + STEPS:
             self.end()
 
     def end(self) -> None:
@@ -47,11 +53,25 @@ class Profiled:
         if self._profiler is None:
             return
         self._synchronize()
-        wall, steps = time.perf_counter() - self._began, self._advances - SKIPPED
+        wall, steps = time.perf_counter() - self._began, self._advances - self.skipped
         self._profiler.stop()
         if steps:
-            self.found = {"phase": self.phase, "steps": steps, "wall_ms": 1e3 * wall / steps} | self._kernels(steps)
+            timed = {"phase": self.phase, "steps": steps, "wall_ms": 1e3 * wall / steps}
+            self.found = timed | self._plain | self._kernels(steps)
         self._profiler = None
+
+    def _start_clocks(self) -> None:
+        self._synchronize()
+        self._began, self._computed = time.perf_counter(), time.process_time()
+
+    def _plain_step(self, steps: int) -> dict[str, float]:
+        """Without the profiler: a step, and what the host computed in it; all of it where the device waits for the host."""
+        computed = time.process_time() - self._computed
+        self._synchronize()
+        return {
+            "plain_ms": 1e3 * (time.perf_counter() - self._began) / steps,
+            "plain_host_ms": 1e3 * computed / steps,
+        }
 
     def _kernels(self, steps: int) -> dict[str, Any]:
         """By step, what the device computed; a CPU's operations without those that they call."""
@@ -90,6 +110,10 @@ def show_profile(console: Console, found: Mapping[str, Any]) -> None:
         f"a step of {found['phase']}: {found['wall_ms']:.1f} ms, of which the device was busy for {found['busy_ms']:.1f}, in "
         f"{found['launches']:,.0f} operations"
     )
+    if "plain_ms" in found:
+        console.print(
+            f"without the profiler {found['plain_ms']:.1f} ms; the host computed {found['plain_host_ms']:.1f}"
+        )
     table = Table("operation", box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for head in ("times", "us"):
         table.add_column(head, justify="right")

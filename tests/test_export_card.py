@@ -133,7 +133,7 @@ def test_the_settings_that_were_fastest_are_told_where_they_were_measured() -> N
     )
     (words,) = re.findall("^    --compilation-config '(.*)'$", lines[at + 2])
     assert json.loads(words) == {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2048]}
-    assert "1.84x and 1.86x" in lines[at - 3]
+    assert "1.84x to 1.86x" in lines[at - 3]
     assert "2.01x and 2.05x" in card(Path("model"), "W4A16")
     for other in ("W8A8", "W4A16-g128", "W4A16-g128-asym", "W4A6"):
         assert "Fastest for" not in card(Path("model"), other)
