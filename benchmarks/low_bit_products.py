@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from onptq.models.loading import choose_device
 from onptq.quantizer.integer import code_range
 from onptq.runtime.humming import HummingLinear, rows_with_room
-from onptq.runtime.linear import LowBitLinear, integer_product
+from onptq.runtime.linear import LowBitLinear, integer_product, scaled_product
 from onptq.schedules.captured import captured_seconds
 from onptq.schedules.shapes import joined
 from onptq.zoo.published import PUBLISHED, find_published
@@ -66,13 +66,11 @@ def errors(found: Tensor, codes: Tensor, step: Tensor, linear: LowBitLinear) -> 
     return {"not_finite": bad, "largest_difference": largest / most}
 
 
-def multiplier(linear: LowBitLinear) -> Multiply:
-    """By humming on a GPU, else by PyTorch's integers."""
-    if linear.codes.is_cuda:
+def multiplier(linear: LowBitLinear, by: str) -> Multiply:
+    if by == "humming":
         humming = HummingLinear(linear).layer
         return lambda codes, step: humming(codes, input_scale=step)
-    dtype = linear.step.dtype
-    return lambda codes, step: integer_product(codes, linear.codes).float().mul_(step).mul_(linear.step).to(dtype)
+    return lambda codes, step: scaled_product(codes, step, linear.codes, linear.step, None, linear.step.dtype)
 
 
 def measure(linear: LowBitLinear, multiply: Multiply, rows: int) -> dict[str, Any]:
@@ -112,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen2.5-vl-7b", choices=PUBLISHED)
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
+    parser.add_argument("--by", choices=("humming", "onptq"), help="whose product; humming's unless there is no GPU")
+    parser.add_argument("--rows", type=int, nargs="+", help="tokens of a product")
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU multiplies in a moment")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write every number to FILE")
     arguments = parser.parse_args(argv)
@@ -120,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     dims = (tiny_shape(shape) if arguments.tiny else shape).dims
     torch.manual_seed(0)
     found: dict[str, list[dict[str, Any]]] = {}
-    report = {"model": arguments.model, "tiny": arguments.tiny, "dtype": arguments.dtype} | environment(device)
+    by = arguments.by or ("humming" if device.type == "cuda" else "onptq")
+    report = {"model": arguments.model, "tiny": arguments.tiny, "dtype": arguments.dtype, "by": by}
+    report |= environment(device)
     try:
         report["versions"]["humming-kernels"] = version("humming-kernels")
     except PackageNotFoundError:
@@ -128,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = joined(dims.hidden, dims.ffn, dims.heads, dims.kv_heads, dims.head_dim)
     for name, (outputs, inputs) in shapes.items():
         linear = random_linear(outputs, inputs, dtype, device)
-        multiply = multiplier(linear)
-        for rows in TINY_ROWS if arguments.tiny else ROWS:
+        multiply = multiplier(linear, by)
+        for rows in arguments.rows or (TINY_ROWS if arguments.tiny else ROWS):
             found.setdefault(name, []).append({"shape": [outputs, inputs]} | measure(linear, multiply, rows))
             save(arguments.out, report | {"products": found})
     show(Console(width=110 if not sys.stdout.isatty() else None, highlight=False), found)

@@ -42,6 +42,7 @@ from onptq.quantizer.integer import fake_quantize_activations, quantize_tokens
 from onptq.quantizer.norms import plain_norm, rms_norm
 from onptq.quantizer.theta import Theta
 from onptq.quantizer.weights import dequantize, fake_quantize_weight, weight_codes
+from onptq.runtime.linear import LowBitLinear
 from onptq.schemes import Scheme
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -285,6 +286,20 @@ def test_products_are_the_exact_integers_scaled(
         assert bool(((found.double() - exact).abs() <= rounding).all())
 
 
+@pytest.mark.parametrize("columns", [160, 163])
+def test_low_bit_linears_are_the_plain_ones(choose: Callable[[str], None], columns: int) -> None:
+    codes = (normal(24, columns, seed=6) * 3).clamp(-8, 7).to(torch.int8)
+    step, bias = ((normal(24, seed=seed).abs() / 100).bfloat16() for seed in (7, 8))
+    linear, x = LowBitLinear(codes, step, bias, 8), normal(2, 5, columns, seed=9).bfloat16()
+    found = {}
+    for who in ("kernels", "twins"):
+        choose(who)
+        found[who] = linear(x).float()
+        assert linear.operands.startswith("int8 x int8" if who == "kernels" else "int8")
+    sizes = found["twins"].abs() + bias.float().abs()
+    assert bool(((found["kernels"] - found["twins"]).abs() <= torch.finfo(torch.bfloat16).eps * sizes).all())
+
+
 @pytest.mark.parametrize("name", ["codes", "gated", "normed"])
 def test_operators_say_the_shapes_they_give(name: str) -> None:
     operator = getattr(onptq.kernels, name).operator
@@ -430,6 +445,11 @@ def test_what_is_not_a_number_stays_visible(choose: Callable[[str], None]) -> No
     out = fake_quantize_weight(x, None, None, ratio, None, scheme, torch.bfloat16, torch.bfloat16)
     assert out[1].isnan().any()
     assert out[3].isfinite().all()
+    x = torch.cat((x, torch.zeros(4, 14, device=DEVICE)), dim=1)
+    linear = LowBitLinear(torch.ones(8, 64, dtype=torch.int8, device=DEVICE), torch.ones(8, device=DEVICE), None, 8)
+    out = linear(x)
+    assert not out[1:3].isfinite().any()
+    assert out[[0, 3]].isfinite().all()
 
 
 # Decisions

@@ -29,6 +29,7 @@ from onptq.job import keep_of_q
 from onptq.models.processing import PromptProcessor
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
+from onptq.runtime.linear import LowBitLinear
 from onptq.zoo.random import write_random
 
 TINY = {
@@ -439,6 +440,26 @@ def test_what_is_kept_of_the_quantized_weights_does_not_change_the_result(
     ]
     for name in (*files, "onptq/rounds/1/theta.safetensors"):
         assert (tmp_path / name).read_bytes() == (default / name).read_bytes(), name
+
+
+def test_rollouts_in_integers_end_in_the_checkpoint_that_a_simulation_reloads(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: Q multiplies codes while it stands still, Calibrate and the reload simulate."""
+    multiplied = []
+    product = LowBitLinear.forward
+
+    def forward(linear: LowBitLinear, x: torch.Tensor) -> torch.Tensor:
+        multiplied.append(len(x))
+        return product(linear, x)
+
+    monkeypatch.setattr(LowBitLinear, "forward", forward)
+    monkeypatch.setattr("onptq.job.keep_of_q", lambda *_: "integers")
+    chosen = Recipe.preset("default", MOVING | {"rounds": 2})
+    result = onptq.quantize(small, tmp_path, calibration=small / "prompts.jsonl", recipe=chosen)
+    assert len(multiplied) > 100
+    assert result.summary["verification"]["max_abs_difference"] == 0.0
+    assert any(not torch.equal(a, b) for a, b in zip(theta(tmp_path).values(), initial(tmp_path).values(), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def test_every_product_is_timed_and_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found.json"
-    assert products.main(["--tiny", "--out", str(out)]) == 0
+    assert products.main(["--tiny", "--rows", "1", "20", "--out", str(out)]) == 0
     found = json.loads(out.read_text())["products"]
     assert [len(rows) for rows in found.values()] == [2] * 4
     for row in (row for rows in found.values() for row in rows):

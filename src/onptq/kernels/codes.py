@@ -79,8 +79,10 @@ def _tokens(
     dtype = x_ptr.dtype.element_ty
     tops = tl.zeros([WIDTH], tl.float32)
     for first in range(0, width, WIDTH):
-        x = tl.load(x_ptr + row * width + first + column, mask=first + column < width, other=0.0)
-        tops = tl.maximum(tops, tl.abs(x.to(tl.float32)))
+        x = tl.load(x_ptr + row * width + first + column, mask=first + column < width, other=0.0).to(tl.float32)
+        tops = tl.where(
+            x == x, tl.maximum(tops, tl.abs(x)), float("inf")
+        )  # a NaN is no code, but its token's step shows it
     step = step_of(tl.max(tops, 0), HALF, EPS, dtype)
     tl.store(steps_ptr + row, step)
     for first in range(0, width, WIDTH):

@@ -53,7 +53,8 @@ class LowBitLinear(nn.Module):
     @property
     def operands(self) -> str:
         """What is multiplied."""
-        return "int8 x int8" if has_integer_product(self.codes) else "int8 as float64"
+        multiplies = kernels.fit(self.codes, dtypes=INT8) or has_integer_product(self.codes)
+        return "int8 x int8" if multiplies else "int8 as float64"
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
