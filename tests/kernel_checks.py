@@ -450,6 +450,10 @@ def test_what_is_not_a_number_stays_visible(choose: Callable[[str], None]) -> No
     out = linear(x)
     assert not out[1:3].isfinite().any()
     assert out[[0, 3]].isfinite().all()
+    gated = onptq.kernels.gated.gated_codes(torch.cat((x, x), dim=1))
+    normed, _ = onptq.kernels.normed.normed_codes(x, torch.zeros_like(x), torch.ones(64, device=DEVICE), 1e-6)
+    for packet in (gated, normed):
+        assert unpacked(packet, 64)[1][:, 0].isfinite().tolist() == [True, False, False, True]
 
 
 # Decisions

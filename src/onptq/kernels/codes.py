@@ -49,6 +49,12 @@ def operator() -> Callable[[Tensor], Tensor]:
 
 
 @triton.jit
+def magnitude(x):
+    """No code shows a NaN, but its token's step does: it is no number then."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
 def step_of(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr):
     """Of a token whose largest magnitude is `top`, in the activations' dtype."""
     step = tl.div_rn(top, top * 0 + HALF).to(DTYPE).to(tl.float32)
@@ -80,9 +86,7 @@ def _tokens(
     tops = tl.zeros([WIDTH], tl.float32)
     for first in range(0, width, WIDTH):
         x = tl.load(x_ptr + row * width + first + column, mask=first + column < width, other=0.0).to(tl.float32)
-        tops = tl.where(
-            x == x, tl.maximum(tops, tl.abs(x)), float("inf")
-        )  # a NaN is no code, but its token's step shows it
+        tops = tl.maximum(tops, magnitude(x))
     step = step_of(tl.max(tops, 0), HALF, EPS, dtype)
     tl.store(steps_ptr + row, step)
     for first in range(0, width, WIDTH):

@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from onptq.kernels import launching_on
-from onptq.kernels.codes import BITS, step_of, store_codes
+from onptq.kernels.codes import BITS, magnitude, step_of, store_codes
 from onptq.kernels.packets import empty_packet, unpacked
 from onptq.kernels.tiles import token_grid
 
@@ -91,7 +91,7 @@ def _gated(
     pairs_ptr, codes_ptr = pairs_ptr + 2 * row * width, codes_ptr + row * width
     a, b, c = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND), FIRST + SECOND + tl.arange(0, THIRD)
     x, y, z = _product(pairs_ptr, a, width), _product(pairs_ptr, b, width), _product(pairs_ptr, c, width)
-    top = tl.maximum(tl.maximum(tl.max(tl.abs(x), 0), tl.max(tl.abs(y), 0)), tl.max(tl.abs(z), 0))
+    top = tl.maximum(tl.maximum(tl.max(magnitude(x), 0), tl.max(magnitude(y), 0)), tl.max(magnitude(z), 0))
     step = step_of(top.to(tl.float32), HALF, EPS, pairs_ptr.dtype.element_ty)
     tl.store(steps_ptr + row, step)
     per_step = 1.0 / step

@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from onptq.kernels import launching_on
-from onptq.kernels.codes import BITS, PER_WARP, step_of, store_codes
+from onptq.kernels.codes import BITS, PER_WARP, magnitude, step_of, store_codes
 from onptq.kernels.packets import empty_packet, unpacked
 from onptq.kernels.tiles import token_grid, whole_rows
 
@@ -78,6 +78,6 @@ def _normed(
     x = total.to(tl.float32)
     rate = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     normed = (gain * (x * rate).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    step = step_of(tl.max(tl.abs(normed), 0), HALF, EPS, dtype)
+    step = step_of(tl.max(magnitude(normed), 0), HALF, EPS, dtype)
     tl.store(steps_ptr + row, step)
     store_codes(codes_ptr + row * width, column, width, normed * (1.0 / step), LOW, HIGH)
