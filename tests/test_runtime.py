@@ -466,23 +466,29 @@ def test_a_gpu_gives_the_host_s_rows(scheme: str, rows: int, columns: int) -> No
 @needs_gpu
 @pytest.mark.skipif(importlib.util.find_spec("humming") is None, reason="humming-kernels is not installed")
 @pytest.mark.parametrize("scheme", INTEGER)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float16, 1e-3),
+        pytest.param(torch.float16, 1.0, marks=pytest.mark.xfail(strict=True, reason="humming narrows sums too early")),
+        (torch.bfloat16, 1.0),
+    ],
+)
 @pytest.mark.parametrize("bias", [True, False])
-def test_humming_gives_the_rows_of_a_low_bit_linear(scheme: str, dtype: torch.dtype, bias: bool) -> None:
+def test_humming_gives_the_rows_of_a_low_bit_linear(scheme: str, dtype: torch.dtype, size: float, bias: bool) -> None:
+    """Sums of activations times codes become `dtype` before they meet the weights' steps: in float16 large ones are infinite."""
     made = random_linear(scheme, dtype, outputs=320, inputs=416)
     low_bit = LowBitLinear(made.codes, made.step, made.bias if bias else None, made.activation_bits).cuda()
     linear = HummingLinear(low_bit)
     assert linear.operands == ("int8 x int8" if scheme == "W8A8" else "int8 x int4")
-    most = 1e3 if dtype == torch.float16 else 1.0  # sums of activations times codes are narrowed before weights' steps
     for shape in ((1, 416), (37, 416), (2, 65, 416)):
-        x = random_inputs(torch.float32, *(max(2, size) for size in shape)).cuda()[..., : shape[-2], :]
-        x = (x / most).to(dtype)
+        x = random_inputs(torch.float32, *(max(2, count) for count in shape)).cuda()[..., : shape[-2], :]
+        x = (x * size).to(dtype)
         got, expected = linear(x), low_bit(x)
         assert got.shape == expected.shape
         assert got.dtype == dtype
         product = LowBitLinear(made.codes, made.step, None, made.activation_bits).cuda()(x)
         limits = torch.finfo(dtype)
-        allowed = limits.eps * (
-            product.float().abs() + expected.float().abs() + limits.tiny
-        )  # narrowed before the bias, too
+        sizes = product.float().abs() + expected.float().abs()  # it is rounded before the bias, and behind it
+        allowed = limits.eps * (sizes + limits.tiny)
         assert ((got.float() - expected.float()).abs() <= allowed).all()
