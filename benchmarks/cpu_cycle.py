@@ -29,19 +29,20 @@ from rich.table import Table
 from torch import Tensor
 
 from onptq.bank import States, Trajectory
+from onptq.checkpoint.load import load_policy
+from onptq.checkpoint.source import find_source
 from onptq.cycle.branch import branch
 from onptq.cycle.calibrate import calibrate
 from onptq.cycle.compare import compare
 from onptq.cycle.divergence import js_divergence
 from onptq.cycle.follow import follow
-from onptq.cycle.prefixes import Prefixes, whole_prompts
 from onptq.cycle.risk import score, select
 from onptq.data.prompts import Media, Prompt
+from onptq.engine.prefixes import Prefixes, whole_prompts
 from onptq.models.decoder import Tokens
-from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.loading import find_source
+from onptq.models.encoding import EncodedPrompt, PromptBatch, encode
 from onptq.models.processing import ModelInputs, PromptProcessor
-from onptq.policy import Policy, load_policy
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import CalibrateConfig, RiskConfig, SelectConfig
 from onptq.zoo.random import write_random
@@ -120,7 +121,7 @@ class Bench:
         return Point(prompts, tokens, horizon, seconds, len(chosen), int(chosen.candidates.sum())), walk
 
     def freeze(self) -> None:
-        self.policy.freeze(self.theta, keep_dequantized=True)
+        self.policy.freeze(self.theta, keep="floats")
 
     def _walk(self, prompts: int, tokens: int, horizon: int, seen: Mapping[str, list[float]]) -> Walk:
         def measured(phase: str, action: Callable[[], T]) -> T:
@@ -136,7 +137,7 @@ class Bench:
         return Walk(encoded, prefixes, trajectories, states)
 
     def _encode(self, ordinal: int) -> EncodedPrompt:
-        return self.policy.encode(self.inputs[ordinal].tensors, self.inputs[ordinal].modality, ordinal)
+        return encode(self.policy, [self.inputs[ordinal]], [ordinal])[0]
 
     def horizon(self, walk: Walk, horizon: int) -> Point:
         """Only Branch depends on H."""

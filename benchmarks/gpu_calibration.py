@@ -32,8 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 import onptq
-from onptq.models.loading import choose_device, choose_dtype
-from onptq.recipe import Recipe, parse_override
+from onptq.checkpoint.source import choose_device, choose_dtype
+from onptq.overrides import parse_override
+from onptq.recipe import Recipe
 from onptq.zoo.configs import RANDOM_TOWERS
 from onptq.zoo.published import PUBLISHED, Published, find_published
 

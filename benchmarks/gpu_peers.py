@@ -36,8 +36,8 @@ from pictures import draw_prompts
 from rich.console import Console
 
 import onptq
+from onptq.checkpoint.source import choose_device, choose_dtype, find_source
 from onptq.errors import OnPTQError
-from onptq.models.loading import choose_device, choose_dtype, find_source
 from onptq.progress import QuietReporter
 from onptq.recipe import Recipe
 from onptq.schemes import Scheme

@@ -26,13 +26,13 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from onptq.models.loading import choose_device
-from onptq.quantizer.integer import code_range
-from onptq.runtime.humming import HummingLinear, rows_with_room
-from onptq.runtime.linear import LowBitLinear, integer_product, scaled_product
-from onptq.schedules.captured import captured_seconds
-from onptq.schedules.shapes import joined
+from onptq.checkpoint.source import choose_device
+from onptq.quantizer.integers import LowBitLinear, integer_product, scaled_product
+from onptq.quantizer.numerics import code_range
 from onptq.zoo.published import PUBLISHED, find_published
+from onptq_vllm.linears.humming import HummingLinear, rows_with_room
+from onptq_vllm.schedules.captured import captured_seconds
+from onptq_vllm.schedules.shapes import joined
 
 ROWS, TINY_ROWS = (1, 8, 2048, 16384), (1, 20)
 CHECKED = 2048  # rows that are compared, from the first and from the last; the exact product takes memory

@@ -19,13 +19,13 @@ from pictures import draw_prompts
 from profiled import Profiled
 
 import onptq
+from onptq.checkpoint.source import choose_dtype, find_source
 from onptq.data.prompts import Prompt
-from onptq.models.loading import choose_dtype, find_source
 from onptq.plan.parts import find_parts
 from onptq.plan.work import work_of
 from onptq.progress import Bar, QuietReporter
 from onptq.recipe import Recipe
-from onptq.run import HOME
+from onptq.run import run_home
 from onptq.schemes import Scheme
 from onptq.zoo.published import Published, write_published
 
@@ -178,7 +178,7 @@ class Bench:
         work = replace(
             work_of(setting.recipe, source), prompts=setting.recipe.data.prompts, holdout=setting.recipe.data.holdout
         )
-        lengths = [len(ids) for ids in pq.read_table(out / HOME / "prompts.parquet")["input_ids"].to_pylist()]
+        lengths = [len(ids) for ids in pq.read_table(run_home(out) / "prompts.parquet")["input_ids"].to_pylist()]
         rounds = summary["rounds"]
         states = sum(one["states"] for one in rounds) / max(1, len(rounds))
         candidates = sum(one["mismatches"] + one["near_misses"] for one in rounds) / max(1, len(rounds))

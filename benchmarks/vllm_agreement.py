@@ -31,14 +31,14 @@ from torch import Tensor
 
 import onptq
 from onptq import kernels
-from onptq.bench.timing import Job, draw_prompts, heard
-from onptq.cycle.prefixes import whole_prompts
+from onptq.checkpoint.load import load_policy
+from onptq.checkpoint.source import choose_device
+from onptq.engine.prefixes import whole_prompts
 from onptq.errors import OnPTQError
-from onptq.models.encoding import PromptBatch
+from onptq.models.encoding import PromptBatch, encode
 from onptq.models.family import TEXT
-from onptq.models.loading import choose_device
-from onptq.policy import load_policy
-from onptq.quantizer import integer
+from onptq.models.processing import ModelInputs
+from onptq.quantizer import numerics as integer
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 from onptq.schemes import Scheme
@@ -46,6 +46,7 @@ from onptq.zoo.catalog import CHOSEN
 from onptq.zoo.configs import RANDOM_TOWERS
 from onptq.zoo.outliers import Outliers, derive
 from onptq.zoo.published import PUBLISHED, Published, find_published, write_published
+from onptq_vllm.bench.timing import Job, draw_prompts, heard
 
 SERVER = Path(__file__).with_name("vllm_logprobs.py")
 TEXTS, TOKENS = 8, 256
@@ -65,7 +66,7 @@ def simulate(folder: Path, scheme: str, texts: Sequence[Sequence[int]]) -> Said:
     for text in texts:
         ids = torch.tensor([text])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        batch = PromptBatch.of([policy.encode(inputs, torch.full((len(text),), TEXT))])
+        batch = PromptBatch.of(encode(policy, [ModelInputs(inputs, torch.full((len(text),), TEXT))]))
         with policy.speaking("Q"):
             hidden = policy.run(whole_prompts(batch))[0, :-1]
         logits = policy.logits(hidden).log_softmax(-1).cpu()

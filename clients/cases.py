@@ -6,8 +6,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from onptq.checkpoint.source import Source, find_source
 from onptq.errors import OnPTQError
-from onptq.models.loading import Source, find_source
 from onptq.schemes import Scheme
 
 DENSE = "dense"

@@ -9,8 +9,8 @@ from typing import Any
 
 from server import NAME, Server, ServerError
 
+from onptq.check.trial import QUESTIONS
 from onptq.data.prompts import Media, Prompt
-from onptq.export.trial import QUESTIONS
 from onptq.models.family import Family
 from onptq.zoo.suite import items
 

@@ -12,10 +12,10 @@ from questions import Heard, Question, Reply
 from server import ServerError
 from torch import Tensor
 
-from onptq.evaluate.reader import open_checkpoint
-from onptq.export.trial import teacher_forced
-from onptq.export.verify import load
-from onptq.models.loading import Source
+from onptq.check.reload import load
+from onptq.check.trial import teacher_forced
+from onptq.checkpoint.load import open_checkpoint
+from onptq.checkpoint.source import Source
 from onptq.models.processing import ModelInputs, PromptProcessor
 
 SENSES = ("pixel_values", "input_features")

@@ -32,10 +32,10 @@ from reference import Compared, Reference
 from server import Server, ServerError, free_port, kernels, serve_command, tail
 
 import onptq
+from onptq.checkpoint.load import open_checkpoint
+from onptq.checkpoint.source import Source
 from onptq.errors import OnPTQError
-from onptq.evaluate.reader import open_checkpoint
 from onptq.files import cache_folder
-from onptq.models.loading import Source
 from onptq.recipe import Recipe
 
 

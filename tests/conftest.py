@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from onptq.checkpoint.load import load_model
+from onptq.checkpoint.source import Source, find_source
 from onptq.data.manifest import load_manifest
-from onptq.models.encoding import EncodedPrompt
-from onptq.models.loading import Source, find_source, load_model
-from onptq.models.processing import PromptProcessor
-from onptq.policy import Policy
+from onptq.models.encoding import EncodedPrompt, encode
+from onptq.models.language_model import LanguageModel
+from onptq.models.processing import ModelInputs, PromptProcessor
+from onptq.quantizer.policy import Policy
 from onptq.schemes import Scheme
 from onptq.zoo.random import write_random
 
@@ -27,6 +29,13 @@ torch.set_num_threads(1)  # more threads than free cores make small products man
 
 MULTIMODAL = ("qwen2.5-vl", "qwen3-vl", "qwen2.5-omni")
 FAMILIES = (*MULTIMODAL, "llama", "qwen2", "qwen3")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is neither slow nor for a GPU as fast."""
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("slow", "gpu")):
+            item.add_marker("fast")
 
 
 @dataclass(frozen=True)
@@ -45,13 +54,14 @@ class Tiny:
         model = load_model(self.source, dtype, torch.device("cpu"))
         return Policy(model, Scheme.parse(scheme), storage=self.source.storage(), eos=self.source.eos())
 
-    def encode(self, policy: Policy, count: int) -> list[EncodedPrompt]:
+    def encode(self, model: LanguageModel, count: int) -> list[EncodedPrompt]:
         prompts = load_manifest(self.manifest)[:count]
-        encoded = []
-        for prompt in prompts:
-            inputs = self.processor(prompt)
-            encoded.append(policy.encode(inputs.tensors, inputs.modality, prompt.ordinal))
-        return encoded
+        return [encode_one(model, self.processor(prompt), prompt.ordinal) for prompt in prompts]
+
+
+def encode_one(model: LanguageModel, inputs: ModelInputs, ordinal: int = 0) -> EncodedPrompt:
+    """The prompt encoded in a forward of its own, so that no neighbour changes its last bits."""
+    return encode(model, [inputs], [ordinal])[0]
 
 
 @pytest.fixture(scope="session")

@@ -15,17 +15,18 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from conftest import Tiny
+from conftest import Tiny, encode_one
 from torch import Tensor
 
 from onptq.bank import Trajectory
+from onptq.checkpoint.load import load_model
 from onptq.data.manifest import load_manifest
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.loading import load_model
+from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs
-from onptq.policy import Policy, Side
 from onptq.quantizer import modules
-from onptq.quantizer.integer import FakeQuantize, fake_quantize_activations
+from onptq.quantizer.numerics import FakeQuantize, fake_quantize_activations
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.schemes import Scheme
 
@@ -240,7 +241,7 @@ class Scene:
 
     def policy_with(self, eos: Collection[int]) -> Policy:
         policy = make_policy(self.tiny, self.scheme, self.dtype, eos)
-        policy.freeze(random_theta(policy), keep_dequantized=True)
+        policy.freeze(random_theta(policy), keep="floats")
         return policy
 
     @cached_property
@@ -249,7 +250,7 @@ class Scene:
         return {ordinal: self.tiny.processor(prompts[ordinal]) for ordinal in self.ordinals}
 
     def encoded(self, policy: Policy) -> list[EncodedPrompt]:
-        return [policy.encode(one.tensors, one.modality, ordinal) for ordinal, one in self.inputs.items()]
+        return [encode_one(policy, one, ordinal) for ordinal, one in self.inputs.items()]
 
     def batch_tokens(self, batches: str, limit: int) -> int:
         """Slots per batch that put all prompts into "one", or two or three at a time into "several"."""

@@ -18,8 +18,8 @@ from onptq.bank import AGREE, KINDS, MISMATCH, NEAR_MISS, States, Trajectory, re
 from onptq.cycle.branch import branch
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
-from onptq.cycle.prefixes import Prefixes
 from onptq.cycle.risk import score, select
+from onptq.engine.prefixes import Prefixes
 from onptq.quantizer.theta import Theta
 from onptq.recipe import RiskConfig, SelectConfig
 

@@ -13,6 +13,7 @@ import onptq
 from onptq import progress
 from onptq.progress import RichReporter
 from onptq.recipe import Recipe
+from onptq.run import run_home
 
 
 def test_a_phase_that_had_nothing_to_do_is_shown_as_done_and_one_that_failed_is_not(capsys: Any) -> None:
@@ -51,7 +52,7 @@ def test_branch_is_a_phase_only_where_something_is_branched(
     changes = {"method": method, "calibrate.gamma": gamma, "scheme": "W3A8", "rounds": 1, "calibrate.epochs": 1}
     recipe = Recipe.preset("light", changes | {"data.prompts": 3, "data.holdout": 1, "follow.max_tokens": 6})
     onptq.quantize(small, tmp_path / "out", calibration=small / "prompts.jsonl", recipe=recipe, verify=False)
-    events = map(json.loads, (tmp_path / "out/onptq/log.jsonl").read_text().splitlines())
+    events = map(json.loads, (run_home(tmp_path / "out") / "log.jsonl").read_text().splitlines())
     phases = {event["phase"] for event in events if event["event"] == "phase"}
     assert "Compare 1" in phases
     assert ("Branch 1" in phases) == branches

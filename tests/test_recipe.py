@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from onptq.errors import OnPTQError
-from onptq.recipe import PRESETS, BranchConfig, CalibrateConfig, Recipe, difference, flatten, parse_override
+from onptq.overrides import difference, flatten, parse_override
+from onptq.recipe import PRESETS, BranchConfig, CalibrateConfig, Recipe
 
 
 def fields_without_description(model: Any = Recipe, prefix: str = "") -> list[str]:

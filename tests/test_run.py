@@ -24,7 +24,7 @@ from onptq.errors import OnPTQError
 from onptq.files import atomically, to_json
 from onptq.progress import JsonReporter, LoggedReporter, QuietReporter, RichReporter
 from onptq.recipe import Recipe
-from onptq.run import Run, check_place
+from onptq.run import Codec, Run, check_place, run_home
 
 IDENTITY: dict[str, Any] = {
     "recipe": Recipe().model_dump(),
@@ -65,7 +65,7 @@ def child(source: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_new_run_records_what_it_is(tmp_path: Path) -> None:
     with Run.open(tmp_path / "deep" / "run", IDENTITY) as run:
-        assert yaml.safe_load(run.file("recipe.yaml").read_text()) == IDENTITY
+        assert yaml.safe_load(run.file("recipe.yaml").read_text()) == {"contract": 2} | IDENTITY
         assert run.file("recipe.yaml") == tmp_path / "deep" / "run" / "onptq" / "recipe.yaml"
         assert not run.finished
 
@@ -139,8 +139,8 @@ def test_a_run_killed_in_its_first_moment_can_begin_again(tmp_path: Path) -> Non
     (tmp_path / "onptq" / ".lock").touch()
     (tmp_path / "onptq" / ".onptq-tmp-1-recipe.yaml").write_text("recip")
     with Run.open(tmp_path, IDENTITY) as run:
-        assert yaml.safe_load(run.file("recipe.yaml").read_text()) == IDENTITY
-        assert sorted(path.name for path in run.file().iterdir()) == [".lock", "log.jsonl", "recipe.yaml"]
+        assert yaml.safe_load(run.file("recipe.yaml").read_text()) == {"contract": 2} | IDENTITY
+        assert sorted(path.name for path in run.file().iterdir()) == [".lock", "SHA256SUMS", "log.jsonl", "recipe.yaml"]
 
 
 @pytest.mark.parametrize("text", ["- a", "a: [", "\x00"])
@@ -149,6 +149,40 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "onptq" / "recipe.yaml").write_text(text)
     with pytest.raises(OnPTQError, match=r"cannot read .*recipe\.yaml"):
         Run.open(tmp_path, IDENTITY)
+
+
+def test_a_run_of_a_later_contract_is_refused(tmp_path: Path) -> None:
+    Run.open(tmp_path, IDENTITY).close()
+    record = tmp_path / "onptq" / "recipe.yaml"
+    record.write_text(record.read_text().replace("contract: 2", "contract: 3"))
+    with pytest.raises(OnPTQError, match=r"contract 3.*reads 1 to 2: update onptq"):
+        Run.open(tmp_path, IDENTITY)
+
+
+def test_a_quantizations_files_lie_beside_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "model-W4A8"
+    assert run_home(out) == tmp_path / "model-W4A8-run"
+    assert run_home("model-W4A8/") == Path("model-W4A8-run")
+    with Run.open(out, IDENTITY, home=run_home(out)) as run:
+        assert run.file("recipe.yaml") == tmp_path / "model-W4A8-run" / "recipe.yaml"
+        assert not out.exists()
+        with pytest.raises(OnPTQError, match="in use"):
+            check_place(out, run_home(out))
+    out.mkdir()
+    monkeypatch.chdir(out)
+    assert run_home(".") == tmp_path / "model-W4A8-run"
+
+
+@pytest.mark.parametrize("occupied", ["out", "out-run"])
+def test_neither_folder_of_a_new_run_may_hold_anything(tmp_path: Path, occupied: str) -> None:
+    out = tmp_path / "out"
+    (tmp_path / occupied).mkdir()
+    (tmp_path / occupied / "thesis.tex").write_text("years of work")
+    with pytest.raises(OnPTQError, match=f"{occupied} is not empty and not a run"):
+        Run.open(out, IDENTITY, home=run_home(out))
+    with pytest.raises(OnPTQError, match=f"{occupied} is not empty and not a run"):
+        check_place(out, run_home(out))
+    assert [path.name for path in tmp_path.iterdir()] == [occupied]
 
 
 def test_a_place_that_cannot_hold_a_run_is_refused(tmp_path: Path) -> None:
@@ -372,6 +406,7 @@ def test_a_file_size_limit_is_explained_like_a_full_disk(tmp_path: Path, writer:
     assert "free there" in message
     assert sorted(path.name for path in (tmp_path / "onptq").iterdir()) == [
         ".lock",
+        "SHA256SUMS",
         "log.jsonl",
         "recipe.yaml",
         "state",
@@ -484,3 +519,72 @@ def test_the_rich_result_is_a_table_on_stdout(capsys: Any) -> None:
     out, _ = capsys.readouterr()
     assert "W4A8" in out
     assert "[22%] -> 2%" in out
+
+
+TEXT: Codec[str] = Codec(lambda value, path: path.write_text(value) and None, lambda path: path.read_text())
+
+
+def test_a_committed_step_is_not_computed_again(tmp_path: Path) -> None:
+    computed = []
+
+    def compute() -> str:
+        computed.append(1)
+        return "value"
+
+    for _ in range(2):
+        with Run.open(tmp_path, IDENTITY) as run:
+            assert run.step("rounds/0/x", TEXT, compute) == "value"
+    assert len(computed) == 1
+
+
+@pytest.mark.parametrize("damaged", [b"valuE", b"", b"value "])
+def test_a_file_that_changed_since_it_was_committed_is_refused_until_it_is_deleted(
+    damaged: bytes, tmp_path: Path
+) -> None:
+    with Run.open(tmp_path, IDENTITY) as run:
+        run.step("x", TEXT, lambda: "value")
+        run.file("x").write_bytes(damaged)
+        with pytest.raises(OnPTQError, match=r"x has changed since it was written: delete this file"):
+            run.step("x", TEXT, lambda: "value")
+        run.file("x").unlink()
+        assert run.step("x", TEXT, lambda: "value") == "value"
+
+
+def test_a_file_written_several_times_matches_whichever_version_a_kill_left(tmp_path: Path) -> None:
+    with Run.open(tmp_path, IDENTITY) as run:
+        run.write_json([1], "x.json")
+        before = run.file("x.json").read_bytes()
+        run.write_json([2], "x.json")
+        assert run.read_json("x.json") == [2]
+        run.file("x.json").write_bytes(before)  # as if killed after the sum, before the rename
+        assert run.read_json("x.json") == [1]
+
+
+def test_an_unreadable_file_without_a_sum_says_what_to_delete(tmp_path: Path) -> None:
+    with Run.open(tmp_path, IDENTITY) as run:
+        run.file("x.json").write_text("{")
+        with pytest.raises(OnPTQError, match=r"cannot read .*x\.json .*: delete this file"):
+            run.read_json("x.json")
+
+
+def test_unreadable_lines_of_the_log_are_skipped_and_the_next_line_is_whole(tmp_path: Path) -> None:
+    with Run.open(tmp_path, IDENTITY) as run:
+        with run.file("log.jsonl").open("a") as log:
+            log.write('[]\n\xff\n{"event": "ste')  # the last one cut short by a full disk
+        run.log("note", text="later")
+        assert [event["event"] for event in run.events()] == ["open", "note"]
+
+
+def test_seconds_add_up_over_processes_and_failed_attempts(tmp_path: Path) -> None:
+    for state in ("failed", "end"):
+        with Run.open(tmp_path, IDENTITY) as run:
+            run.log("phase", state="start", phase="Load")
+            run.log("phase", state=state, phase="Load", seconds=1.5)
+    assert run.seconds() == {"Load": 3.0}
+
+
+def test_what_safetensors_left_behind_is_swept(tmp_path: Path) -> None:
+    with Run.open(tmp_path, IDENTITY) as run:
+        (run.file() / ".tmpAb12Cd").write_bytes(b"half a theta")
+    with Run.open(tmp_path, IDENTITY) as run:
+        assert not (run.file() / ".tmpAb12Cd").exists()

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from onptq.checkpoint.source import Source
 from onptq.data.manifest import load_manifest, manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.models.loading import Source
 from onptq.progress import Reporter
 
 PROMPTS, RESPONSES, RECORD, PICTURES = "prompts.jsonl", "responses.jsonl", "material.json", "pictures"
@@ -56,22 +56,18 @@ def write_prompts(prompts: Sequence[Prompt], folder: Path) -> None:
 
 def respond(source: Source, prompts: Sequence[Prompt], max_tokens: int, reporter: Reporter) -> Iterator[dict[str, Any]]:
     """What the dense model answers, token by token, exactly as OnPTQ's methods have it answer."""
-    from onptq.cycle.follow import follow
-    from onptq.cycle.prefixes import Prefixes
+    from onptq.checkpoint.load import load_policy
+    from onptq.engine.prefixes import Prefixes
+    from onptq.engine.rollout import greedy_rollouts
+    from onptq.models.encoding import encode
     from onptq.models.processing import PromptProcessor
-    from onptq.policy import load_policy
 
     processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
     policy = load_policy(source, "W16A16")
-    encoded = []
     with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
-        for ordinal, prompt in enumerate(prompts):
-            inputs = processor(prompt)
-            processor.check_length(prompt, inputs.length, max_tokens)
-            encoded.append(policy.encode(inputs.tensors, inputs.modality, ordinal))
-            bar.advance()
+        encoded = encode(policy, processor.ahead(prompts, max_tokens), advance=bar.advance)
     with reporter.phase("Respond", total=len(prompts), unit="prompts") as bar:
-        answers = follow(Prefixes(policy, encoded, max_tokens=max_tokens), side="D", advance=bar.advance)
+        answers = greedy_rollouts(Prefixes(policy, encoded, max_tokens=max_tokens), side="D", advance=bar.advance)
     for prompt, answer in zip(prompts, answers, strict=True):
         yield {"id": prompt.id, "tokens": list(answer.tokens), "text": processor.tokenizer.decode(answer.tokens)}
 

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from onptq.checkpoint.source import Source, find_source
 from onptq.data.manifest import load_manifest
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.models.loading import CATALOGED, Source, find_source
 from onptq.progress import Reporter, RichReporter
 from onptq.recipe import Recipe
 from onptq.schemes import Scheme
@@ -131,12 +131,12 @@ def choose_peers(names: str | None, scheme: Scheme) -> tuple[str, ...]:
 def calibration_prompts(source: Source, manifest: Path | None, recipe: Recipe, reporter: Reporter) -> list[Prompt]:
     """The very prompts that candidates built by `onptq compare` with this recipe calibrate on."""
     if manifest is not None:
-        from onptq.data.manifest import split
+        from onptq.data.calibration import split
 
         data = recipe.data
         known = load_manifest(manifest, modalities=source.family.modalities)
         return split(known, prompts=data.prompts, holdout=data.holdout, share=data.holdout_share)[0]
-    if not source.name.startswith(CATALOGED[0]):
+    if not source.name.startswith("zoo:"):
         raise OnPTQError(
             "--calibration PROMPTS is needed, a .jsonl or .parquet manifest; only models of the zoo bring prompts"
         )

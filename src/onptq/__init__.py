@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onptq.checkpoint.load import load_policy
     from onptq.cycle.branch import branch
     from onptq.cycle.calibrate import calibrate
     from onptq.cycle.compare import compare
@@ -13,8 +14,7 @@ if TYPE_CHECKING:
     from onptq.cycle.risk import score, select
     from onptq.data.manifest import load_manifest
     from onptq.errors import OnPTQError
-    from onptq.job import quantize
-    from onptq.policy import load_policy
+    from onptq.pipeline import quantize
     from onptq.recipe import Recipe
     from onptq.schemes import Scheme
 
@@ -46,8 +46,8 @@ _HOMES = {
     "compare": "onptq.cycle.compare",
     "follow": "onptq.cycle.follow",
     "load_manifest": "onptq.data.manifest",
-    "load_policy": "onptq.policy",
-    "quantize": "onptq.job",
+    "load_policy": "onptq.checkpoint.load",
+    "quantize": "onptq.pipeline",
     "score": "onptq.cycle.risk",
     "select": "onptq.cycle.risk",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -38,9 +39,9 @@ def atomically(target: Path) -> Iterator[Path]:
             mode = temporary.stat().st_mode  # as the umask has it; safetensors lets only the owner read its files
             yield temporary
             temporary.chmod(mode)
-            _sync(temporary)
+            sync(temporary)
             os.replace(temporary, target)
-            _sync(target.parent)
+            sync(target.parent)
     finally:
         with suppress(OSError):  # on a disk gone read-only, the first error is the one to show
             temporary.unlink(missing_ok=True)
@@ -56,13 +57,17 @@ def explained(target: Path) -> Iterator[None]:
             raise
         raise OnPTQError(
             f"cannot write {target}: {error} ({_free(target)} free there). Finished steps are kept; "
-            "once this is mended the same command continues after the last of them"
+            "once this is fixed the same command continues after the last of them"
         ) from error
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """JSON that every reader takes: paths as text, arrays and tensors as numbers, NaN and infinity as null."""
     return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def plain(value: Any) -> Any:
@@ -78,12 +83,18 @@ def plain(value: Any) -> Any:
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or the entries of a folder are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _disk_error(error: Exception) -> int | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from importlib import resources
 from pathlib import Path
@@ -24,7 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from onptq.errors import OnPTQError
+from onptq.errors import OnPTQError, did_you_mean
+from onptq.overrides import Overrides, explain, override, with_implied
 from onptq.schemes import Scheme
 
 PRESETS = ("light", "default", "best", "paper", "zoo")
@@ -63,7 +62,7 @@ class Config(BaseModel):
         try:
             return handler(data)
         except ValidationError as error:
-            raise OnPTQError(_explain(error, cls)) from None
+            raise OnPTQError(explain(error, cls, Recipe)) from None
         finally:
             _inside_recipe.reset(token)
 
@@ -217,7 +216,7 @@ class Recipe(Config):
     @model_validator(mode="before")
     @classmethod
     def _apply_method(cls, data: Any) -> Any:
-        return _with_implied(data) if isinstance(data, Mapping) else data
+        return with_implied(data, IMPLIED) if isinstance(data, Mapping) else data
 
     @field_validator("scheme")
     @classmethod
@@ -228,16 +227,16 @@ class Recipe(Config):
             raise ValueError(str(error)) from None
 
     @classmethod
-    def preset(cls, name: str = "default", overrides: Mapping[str, Any] | Iterable[str] = ()) -> Recipe:
+    def preset(cls, name: str = "default", overrides: Overrides = ()) -> Recipe:
         """A named preset, changed by `overrides`: a mapping (nested or dotted), or texts such as "branch.horizon=8"."""
         if name not in PRESETS:
-            raise OnPTQError(f"unknown preset {name!r}{_did_you_mean(name, PRESETS)}; valid: {', '.join(PRESETS)}")
+            raise OnPTQError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; valid: {', '.join(PRESETS)}")
         text = resources.files("onptq").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
-        return cls.model_validate(_override(yaml.safe_load(text), overrides))
+        return cls.model_validate(override(yaml.safe_load(text), overrides, IMPLIED))
 
     @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Recipe:
-        """A recipe file, or the `onptq/recipe.yaml` of a run, changed by `overrides` as in `preset`."""
+    def from_yaml(cls, path: str | Path, overrides: Overrides = ()) -> Recipe:
+        """A recipe file, or the `recipe.yaml` of a run, changed by `overrides` as in `preset`."""
         try:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -246,108 +245,17 @@ class Recipe(Config):
             raise OnPTQError(f"the recipe {path} must be a YAML mapping of fields, got {type(data).__name__}")
         if isinstance(data.get("recipe"), Mapping):  # a run's record: the recipe beside versions and hashes
             data = data["recipe"]
-        return cls.model_validate(_override(data, overrides))
+        return cls.model_validate(override(data, overrides, IMPLIED))
 
-    def with_overrides(self, overrides: Mapping[str, Any] | Iterable[str]) -> Recipe:
+    def with_overrides(self, overrides: Overrides) -> Recipe:
         """A changed copy, validated like any other recipe."""
-        return type(self).model_validate(_override(self.model_dump(), overrides))
+        return type(self).model_validate(override(self.model_dump(), overrides, IMPLIED))
 
     def to_yaml(self, *, comments: bool = False) -> str:
         """Every field with its value, and with `comments` what it means."""
         if comments:
             return "\n".join(_commented(self)) + "\n"
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """Read "branch.horizon=8" as ("branch.horizon", 8); the value is YAML."""
-    path, equals, value = (part.strip() for part in text.partition("="))
-    if not (path and equals and value):
-        raise OnPTQError(f"cannot read the override {text!r}: expected field=value, e.g. branch.horizon=8")
-    try:
-        return path, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise OnPTQError(f"cannot read the value of the override {text!r} as YAML: {error}") from error
-
-
-def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Each leaf that differs, as "dotted.path: old -> new"."""
-    old, new = flatten(a), flatten(b)
-    return [
-        f"{path}: {_shown(old, path)} -> {_shown(new, path)}"
-        for path in dict.fromkeys((*old, *new))
-        if path not in old or path not in new or old[path] != new[path]
-    ]
-
-
-def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
-    leaves: dict[str, Any] = {}
-    for name, value in data.items():
-        if isinstance(value, Mapping) and value:
-            leaves.update(flatten(value, f"{prefix}{name}."))
-        else:
-            leaves[f"{prefix}{name}"] = value
-    return leaves
-
-
-def _shown(leaves: Mapping[str, Any], path: str) -> str:
-    return repr(leaves[path]) if path in leaves else "(absent)"
-
-
-def _override(base: Mapping[str, Any], overrides: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
-    if isinstance(overrides, str):
-        overrides = [overrides]
-    pairs = flatten(overrides).items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
-    changes = dict(pairs)
-    result = copy.deepcopy(dict(base))
-    old_method = result.get("method", "onptq")
-    if changes.get("method", old_method) != old_method:  # what the base said about either method no longer holds
-        for method in (old_method, changes["method"]):
-            for path in IMPLIED.get(method, {}) if isinstance(method, str) else ():
-                _remove(result, path)
-    for path, value in changes.items():
-        if value != {}:  # an empty section changes nothing
-            put(result, path, value)
-    return result
-
-
-def put(data: dict[str, Any], path: str, value: Any) -> None:
-    """Under its dotted path, in sections that are made where they are missing."""
-    *sections, leaf = path.split(".")
-    for depth, section in enumerate(sections):
-        data = data.setdefault(section, {})
-        if not isinstance(data, dict):
-            raise OnPTQError(f"cannot set {path!r}: {'.'.join(sections[: depth + 1])} is {data!r}, not a section")
-    data[leaf] = value
-
-
-def _remove(data: dict[str, Any], path: str) -> None:
-    *sections, leaf = path.split(".")
-    for section in sections:
-        data = data.get(section, {})
-        if not isinstance(data, dict):
-            return
-    data.pop(leaf, None)
-
-
-def _with_implied(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Write what the method implies into the fields it implies; refuse a field that says otherwise."""
-    method = data.get("method")
-    result = {
-        name: value.model_dump(exclude_unset=True) if isinstance(value, Config) else copy.deepcopy(value)
-        for name, value in data.items()
-    }
-    given = flatten(result)
-    for path, value in IMPLIED.get(method, {}).items() if isinstance(method, str) else ():
-        if path not in given:
-            put(result, path, value)
-        elif given[path] != value:
-            raise OnPTQError(
-                f"method={method} means {path}={value}, but {path}={given[path]} was given: "
-                f"leave {path} out or choose another method ({', '.join(IMPLIED)})"
-            )
-    return result
 
 
 def _commented(config: Config, indent: str = "") -> Iterator[str]:
@@ -359,46 +267,3 @@ def _commented(config: Config, indent: str = "") -> Iterator[str]:
         else:
             line = indent + yaml.safe_dump({name: value}).strip()
             yield f"{line:<28} # {field.description}"
-
-
-def _explain(error: ValidationError, model: type[Config]) -> str:
-    lines = [_explain_one(dict(item), model) for item in error.errors(include_url=False)]
-    return "invalid recipe: " + lines[0] if len(lines) == 1 else "invalid recipe:\n  " + "\n  ".join(lines)
-
-
-def _explain_one(item: Mapping[str, Any], model: type[Config]) -> str:
-    *sections, name = [str(part) for part in item["loc"]] or [""]
-    for section in sections:
-        model = type(model.model_fields[section].default)
-    prefix = "".join(f"{section}." for section in sections)
-    path, given, field = prefix + name, item["input"], model.model_fields.get(name)
-    if item["type"] == "extra_forbidden":
-        leaf = next(iter(flatten({path: given})))  # brnch.horizon rather than brnch, so that branch.horizon is found
-        hint = _did_you_mean(leaf, (*_leaves(model, prefix), *_leaves(Recipe)))
-        return f"unknown field {leaf!r}{hint}; valid fields{_of(sections)}: {', '.join(model.model_fields)}"
-    if item["type"] == "model_type" and field is not None:
-        return f"{path} = {given!r}: expected a section with the fields {', '.join(type(field.default).model_fields)}"
-    if item["type"] == "string_pattern_mismatch" and field is not None:
-        return f"{path} = {given!r}: expected {field.description}"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    optional = " or null" if field is not None and field.default is None else ""
-    return f"{path} = {given!r}: {message[:1].lower()}{message[1:]}{optional}"
-
-
-def _of(sections: list[str]) -> str:
-    return f" of {'.'.join(sections)}" if sections else ""
-
-
-def _leaves(model: type[Config], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        if isinstance(field.default, Config):
-            yield from _leaves(type(field.default), f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _did_you_mean(given: str, valid: Iterable[str]) -> str:
-    names = list(dict.fromkeys(valid))
-    same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == given.rsplit(".", 1)[-1]]
-    close = same_leaf or difflib.get_close_matches(given, names, n=1, cutoff=0.6)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""

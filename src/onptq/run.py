@@ -1,4 +1,4 @@
-"""A run is a folder: what it is (`onptq/recipe.yaml`), every step's files written whole or not at all, and a log."""
+"""A run is a folder: its identity (`recipe.yaml`), the files of every step, written whole or not at all, and a log."""
 
 from __future__ import annotations
 
@@ -14,45 +14,69 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import yaml
 
 from onptq.errors import OnPTQError
-from onptq.files import TEMPORARY, atomically, explained, plain, to_json
-from onptq.recipe import difference
+from onptq.files import TEMPORARY, atomically, explained, file_sha256, plain, read_json, to_json
+from onptq.overrides import difference
 
-HOME = "onptq"  # what the run says about itself; the checkpoint lies beside it
+HOME = "onptq"  # inside the output folder: the files of a comparison, and of a quantization by contract 1
+CONTRACT = 2  # version of docs/run-folder.md: 1 has the run's files in DIR/onptq, 2 in DIR-run
 RECORD = "recipe.yaml"
 SUMMARY = "summary.json"
 LOG = "log.jsonl"
 LOCK = ".lock"
+SUMS = "SHA256SUMS"  # of every committed file, in the form of sha256sum
+REMEDY = "delete this file, and the same command computes it again"
+SAFETENSORS_TEMPORARY = ".tmp*"  # where safetensors writes before it renames
+
+T = TypeVar("T")
+
+
+class Codec(NamedTuple, Generic[T]):
+    """How a step's result is written to a file and read back."""
+
+    write: Callable[[T, Path], None]
+    read: Callable[[Path], T]
 
 
 class Run:
-    """An open run. Only one process has it; closing it (or ending) lets the next one in."""
+    """An open run. Only one process has it; closing it (or ending) lets the next one in.
 
-    def __init__(self, folder: Path, lock: int | None, arm: str | None = None) -> None:
-        self.folder = folder
+    `folder` holds its output, `home` its own files.
+    """
+
+    def __init__(self, folder: Path, home: Path, lock: int | None, arm: str | None = None) -> None:
+        self.folder, self.home = folder, home
         self._arm = arm
-        self._begun_here = False
+        self.resumed = False  # an earlier process began it
         self._behind: Future[None] | None = None
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
 
     @classmethod
-    def open(cls, path: str | Path, identity: Mapping[str, Any], *, warn: Callable[[str], None] | None = None) -> Run:
-        """Begin the run in `path`, or continue it if it was begun with the same identity.
+    def open(
+        cls,
+        path: str | Path,
+        identity: Mapping[str, Any],
+        *,
+        home: Path | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> Run:
+        """Begin the run with output in `path` and files in `home`, or continue it if it has the same identity.
 
         `identity` is plain data: recipe, model (source, sha256), prompts (source, sha256, count), versions, seeds.
-        Everything in it decides whether two runs are the same, except `versions` (told to `warn`) and every `source`.
+        Two runs are the same if all of it is, except `versions` (a difference goes to `warn`) and every `source`.
         """
         folder = Path(path)
+        home = folder / HOME if home is None else home
         with _usable(folder):
-            _recorded(folder, identity)  # before anything is created
-            (folder / HOME).mkdir(parents=True, exist_ok=True)
-            run = cls(folder, _lock(folder))
+            _recorded(folder, home, identity)  # before anything is created
+            home.mkdir(parents=True, exist_ok=True)
+            run = cls(folder, home, _lock(folder, home))
         try:
-            run._begin(_recorded(folder, identity), identity, warn)  # asked again: nobody else changes it from here on
+            run._begin(_recorded(folder, home, identity), identity, warn)  # under the lock: final from here on
         except BaseException:
             run.close()
             raise
@@ -62,15 +86,17 @@ class Run:
         self, recorded: Mapping[str, Any] | None, identity: Mapping[str, Any], warn: Callable[[str], None] | None
     ) -> None:
         with explained(self.folder):
-            for stale in (*self.folder.glob(f"{TEMPORARY}*"), *self.file().rglob(f"{TEMPORARY}*")):
-                stale.unlink()
+            for pattern in (f"{TEMPORARY}*", SAFETENSORS_TEMPORARY):
+                for stale in (*self.folder.glob(pattern), *self.home.rglob(pattern)):
+                    stale.unlink()
             _drop_torn_line(self.file(LOG))
+        self.resumed = recorded is not None
         if recorded is None:
-            self._begun_here = True
             with self.writing(RECORD) as temporary:
-                temporary.write_text(yaml.safe_dump(plain(identity), sort_keys=False), encoding="utf-8")
+                record = {"contract": CONTRACT} | plain(identity)
+                temporary.write_text(yaml.safe_dump(record, sort_keys=False), encoding="utf-8")
         versions = plain(identity).get("versions") or {}
-        self.log("open", resumed=recorded is not None, versions=versions)
+        self.log("open", resumed=self.resumed, versions=versions)
         changed = difference(recorded.get("versions") or {}, versions) if recorded is not None else []
         if changed:
             text = "this run was begun with other versions, so its end may differ: " + "; ".join(changed)
@@ -80,10 +106,10 @@ class Run:
 
     def arm(self, name: str) -> Run:
         """Another arm of the same run: its files lie in a folder of that name, its lines of the log say whose they are."""
-        return Run(self.folder, None, name)
+        return Run(self.folder, self.home, None, name)
 
     def file(self, *parts: str) -> Path:
-        return self.folder.joinpath(HOME, *(() if self._arm is None else (self._arm,)), *parts)
+        return self.home.joinpath(*(() if self._arm is None else (self._arm,)), *parts)
 
     def has(self, *parts: str) -> bool:
         return self.file(*parts).exists()
@@ -96,7 +122,7 @@ class Run:
     def writing(self, *parts: str) -> Iterator[Path]:
         """Write to the path given; the file appears under its name once whole, and never otherwise."""
         self.wait()
-        with atomically(self.file(*parts)) as temporary:
+        with self._committing(self.file(*parts)) as temporary:
             yield temporary
 
     def write_behind(self, write: Callable[[Path], None], *parts: str, instead_of: Path | None = None) -> None:
@@ -104,7 +130,7 @@ class Run:
         file that it stands `instead_of` goes when it is there."""
 
         def work() -> None:
-            with atomically(self.file(*parts)) as temporary:
+            with self._committing(self.file(*parts)) as temporary:
                 write(temporary)
             if instead_of is not None:
                 instead_of.unlink(missing_ok=True)
@@ -113,6 +139,57 @@ class Run:
         pool = ThreadPoolExecutor(1, "onptq-write")
         self._behind = pool.submit(work)
         pool.shutdown(wait=False)
+
+    @contextmanager
+    def _committing(self, target: Path) -> Iterator[Path]:
+        with atomically(target) as temporary:
+            yield temporary
+            # Before the file has its name: a kill in between leaves a sum too many, never a file without one.
+            _append(self.file(SUMS), f"{file_sha256(temporary)}  {target.relative_to(self.file())}")
+
+    def step(self, name: str, codec: Codec[T], compute: Callable[[], T]) -> T:
+        """What an earlier process committed as `name`; else compute and commit it.
+
+        A computed value is read back too, so that a continued run and an unbroken one go on with the same bits.
+        """
+        if self.has(name):
+            return self.read(name, codec.read)
+        value = compute()
+        with self.writing(name) as path:
+            codec.write(value, path)
+        return codec.read(self.file(name))
+
+    def read(self, name: str, reader: Callable[[Path], T]) -> T:
+        """A committed file, checked against the sum it was committed with."""
+        path = self.file(name)
+        sums = self._sums().get(name)
+        if sums and file_sha256(path) not in sums:
+            raise OnPTQError(f"{path} has changed since it was written: {REMEDY}")
+        try:
+            return reader(path)
+        except OnPTQError:
+            raise
+        except Exception as error:  # every format has exceptions of its own
+            raise OnPTQError(f"cannot read {path} ({error}): {REMEDY}") from error
+
+    def _sums(self) -> dict[str, set[str]]:
+        """By name, every sum that the file was committed with; a file that is written again has several."""
+        sums: dict[str, set[str]] = {}
+        if self.has(SUMS):
+            for line in self.file(SUMS).read_text(encoding="utf-8", errors="replace").splitlines():
+                digest, _, name = line.partition("  ")
+                sums.setdefault(name, set()).add(digest)
+        return sums
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Commit the summary, the run's last file, and leave the sums of the files that are there."""
+        self.write_json(summary, SUMMARY)
+        sums = self._sums()
+        files = sorted(str(path.relative_to(self.home)) for path in self.home.rglob("*") if path.is_file())
+        once = {name: digests.pop() for name, digests in sums.items() if len(digests) == 1}
+        lines = [f"{once.get(name) or file_sha256(self.home / name)}  {name}\n" for name in files if name in sums]
+        with atomically(self.file(SUMS)) as temporary:
+            temporary.write_text("".join(lines), encoding="utf-8")
 
     def wait(self) -> None:
         """Until everything is on disk; what went wrong there is raised here."""
@@ -125,23 +202,33 @@ class Run:
             temporary.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
 
     def read_json(self, *parts: str) -> Any:
-        return json.loads(self.file(*parts).read_text(encoding="utf-8"))
+        return self.read("/".join(parts), read_json)
 
     def log(self, event: str, **fields: Any) -> None:
         """Append one line to the log."""
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         whose = {} if self._arm is None else {"arm": self._arm}
-        line = to_json({"time": time, "event": event, **whose, **fields}) + "\n"
-        log = self.folder / HOME / LOG
-        with explained(log), log.open("a", encoding="utf-8") as file:
-            file.write(line)
+        _append(self.home / LOG, to_json({"time": time, "event": event, **whose, **fields}))
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The log so far, of all arms; a last line that a kill cut short is left out."""
-        log = self.folder / HOME / LOG
+        """The log so far, of all arms; lines that a kill or a full disk cut short are left out."""
+        log = self.home / LOG
         if log.exists():
             with log.open(encoding="utf-8", errors="replace") as file:
-                yield from (json.loads(line) for line in file if line.endswith("\n"))
+                for line in file:
+                    with suppress(ValueError):
+                        event = json.loads(line)
+                        if isinstance(event, dict) and "event" in event:
+                            yield event
+
+    def seconds(self) -> dict[str, float]:
+        """What every phase took, over all processes that worked on it."""
+        seconds: dict[str, float] = {}
+        for event in self.events():
+            if event["event"] == "phase" and event.get("state") in ("end", "failed"):
+                phase = event["phase"]
+                seconds[phase] = round(seconds.get(phase, 0.0) + event["seconds"], 3)
+        return seconds
 
     def close(self) -> None:
         if self._unlock is not None:
@@ -164,22 +251,37 @@ class Run:
             self.close()
 
     def _withdraw(self) -> None:
-        """A run that failed before its first step leaves nothing behind that the mended command would stumble over."""
-        if self._begun_here and {item.name for item in self.file().iterdir()} <= {RECORD, LOG, LOCK}:
-            shutil.rmtree(self.file())
+        """A run that failed before its first step leaves nothing behind that the corrected command would stumble over."""
+        if not self.resumed and {item.name for item in self.home.iterdir()} <= {RECORD, LOG, LOCK, SUMS}:
+            shutil.rmtree(self.home)
             with suppress(OSError):  # not empty: the folder was there before
                 self.folder.rmdir()
 
 
-def check_place(path: str | Path) -> None:
-    """Refuse a folder that can hold no run, or that another process has now. Nothing is created."""
+def run_home(out: str | Path) -> Path:
+    """The folder with the files of the quantization whose checkpoint goes to `out`.
+
+    `DIR-run` beside it, so that nobody uploads prompts with a checkpoint; `DIR/onptq` of a run of contract 1.
+    """
+    folder = Path(out)
+    inside = folder / HOME
+    if (inside / RECORD).exists():
+        return inside
+    named = folder if folder.name else folder.absolute()
+    return named.with_name(f"{named.name}-run")
+
+
+def check_place(path: str | Path, home: Path | None = None) -> None:
+    """Refuse folders that can hold no run, or that another process has now. Nothing is created."""
     folder = Path(path)
+    home = folder / HOME if home is None else home
     with _usable(folder):
-        _record(folder)
-        if not os.access(_nearest(folder), os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if (folder / HOME / LOCK).exists():
-            os.close(_lock(folder))
+        _record(folder, home)
+        for place in (folder, home):
+            if not os.access(_nearest(place), os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if (home / LOCK).exists():
+            os.close(_lock(folder, home))
 
 
 @contextmanager
@@ -190,9 +292,9 @@ def _usable(folder: Path) -> Iterator[None]:
         raise OnPTQError(f"cannot use {folder} for the run: {error.strerror or error}") from error
 
 
-def _recorded(folder: Path, identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The identity of the run in `folder`, None if there is no run; refuse what is not ours or not the same."""
-    there = _record(folder)
+def _recorded(folder: Path, home: Path, identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The identity of the run that is there, None if there is none; refuse any other run."""
+    there = _record(folder, home)
     differences = [] if there is None else difference(_decisive(there), _decisive(plain(identity)))
     if differences:
         raise OnPTQError(
@@ -203,14 +305,17 @@ def _recorded(folder: Path, identity: Mapping[str, Any]) -> Mapping[str, Any] | 
     return there
 
 
-def _record(folder: Path) -> Mapping[str, Any] | None:
-    """What the run in `folder` says it is, None if there is no run; refuse what is not ours."""
-    nearest, record = _nearest(folder), folder / HOME / RECORD
-    if not nearest.is_dir():
-        raise OnPTQError(f"{nearest} is a file; expected a folder for the run: choose another --out")
+def _record(folder: Path, home: Path) -> Mapping[str, Any] | None:
+    """The content of recipe.yaml, None if no run is there; refuse folders with anything else in them."""
+    record = home / RECORD
+    for place in (folder, home):
+        nearest = _nearest(place)
+        if not nearest.is_dir():
+            raise OnPTQError(f"{nearest} is a file; expected a folder for the run: choose another --out")
     if not record.exists():
-        if folder.exists() and not _untouched(folder):
-            raise OnPTQError(f"{folder} is not empty and not a run (no {HOME}/{RECORD}): choose another --out")
+        for place in (folder, home):
+            if not _untouched(place, home):
+                raise OnPTQError(f"{place} is not empty and not a run (no {record}): choose another --out")
         return None
     try:
         there = yaml.safe_load(record.read_text(encoding="utf-8"))
@@ -218,6 +323,11 @@ def _record(folder: Path) -> Mapping[str, Any] | None:
         raise OnPTQError(f"cannot read {record}, which says what the run is: {error}") from error
     if not isinstance(there, Mapping):
         raise OnPTQError(f"cannot read {record}, which says what the run is: expected a mapping")
+    contract = there.get("contract", 1)
+    if not isinstance(contract, int) or contract > CONTRACT:
+        raise OnPTQError(
+            f"{record} is of contract {contract!r}, of a newer onptq; this one reads 1 to {CONTRACT}: update onptq"
+        )
     return there
 
 
@@ -226,27 +336,26 @@ def _nearest(folder: Path) -> Path:
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
-def _untouched(folder: Path) -> bool:
-    """Whether `folder` is empty, or holds only what a run killed in its first moment leaves."""
-    home = folder / HOME
-    if any(item != home for item in folder.iterdir()):
-        return False
-    return not home.exists() or (
-        home.is_dir() and all(item.name == LOCK or item.name.startswith(TEMPORARY) for item in home.iterdir())
-    )
+def _untouched(place: Path, home: Path) -> bool:
+    """Whether `place` is absent, empty, or holds only what a run killed in its first moment leaves."""
+    if not place.exists():
+        return True
+    if place != home:
+        return all(item == home for item in place.iterdir())
+    return all(item.name in (LOCK, SUMS) or item.name.startswith(TEMPORARY) for item in place.iterdir())
 
 
 def _decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal for a run to be continued: where the inputs lie and who computes may change."""
+    """The part that must be equal for a run to be continued: not where its inputs lie, nor the versions."""
     return {
         name: {key: item for key, item in value.items() if key != "source"} if isinstance(value, Mapping) else value
         for name, value in identity.items()
-        if name != "versions"
+        if name not in ("versions", "contract")
     }
 
 
-def _lock(folder: Path) -> int:
-    lock = os.open(folder / HOME / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+def _lock(folder: Path, home: Path) -> int:
+    lock = os.open(home / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -265,3 +374,11 @@ def _drop_torn_line(log: Path) -> None:
         whole = log.read_bytes().rfind(b"\n") + 1
         if whole != log.stat().st_size:
             os.truncate(log, whole)
+
+
+def _append(path: Path, line: str) -> None:
+    """Add a line to a file, after the end of one that was cut short."""
+    with explained(path), path.open("ab+") as file:
+        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            line = "\n" + line
+        file.write(line.encode() + b"\n")

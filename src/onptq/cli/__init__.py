@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from onptq.cli import bench, compare, inspect, plan, quantize, recipe, tune, verify, zoo
+from onptq.cli import compare, inspect, plan, quantize, recipe, verify, zoo
 from onptq.errors import OnPTQError
 
+GROUP = "onptq.commands"  # entry points by which other packages add commands: a function each, as typer takes it
+ELSEWHERE = {"bench": "onptq-vllm", "tune": "onptq-vllm"}  # the package that has a command
 RESUMED = ("quantize", "compare")  # the same command goes on where a killed one was
 
 
 class Commands(TyperGroup):
     """Errors a user can mend end with exit code 2 and no traceback; all others keep theirs."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(_contributed())]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            return command
+        if (entry := _contributed().get(cmd_name)) is not None:
+            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            alone.command(cmd_name)(entry.load())
+            return typer.main.get_command(alone)
+        if cmd_name in ELSEWHERE:
+            package = ELSEWHERE[cmd_name]
+            raise OnPTQError(f"`onptq {cmd_name}` comes with another package: pip install {package}")
+        return None
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -26,6 +45,10 @@ class Commands(TyperGroup):
             kept = ": finished steps are kept, the same command continues the run"
             typer.echo(f"interrupted{kept if ctx.invoked_subcommand in RESUMED else ''}", err=True)
             raise typer.Exit(130) from None
+
+
+def _contributed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
 app = typer.Typer(
@@ -59,8 +82,6 @@ app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("compare")(compare.compare)
-app.command("bench")(bench.bench)
-app.command("tune")(tune.tune)
 app.command("recipe")(recipe.recipe)
 app.add_typer(zoo.app, name="zoo")
 

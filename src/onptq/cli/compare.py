@@ -9,84 +9,54 @@ from typing import Annotated, Any
 
 import typer
 
-from onptq.cli import suite as suites
-from onptq.cli.drawing import draw_calibration, draw_items, draw_prompts, largest_data, needs_calibration, origin
-from onptq.cli.quantize import NAMED, ZOO, make_reporter, resolve_recipe, use_one_thread
+from onptq.checkpoint.catalogs import is_cataloged
+from onptq.cli.drawing import (
+    draw_calibration,
+    draw_items,
+    draw_prompts,
+    largest_data,
+    needs_calibration,
+    origin,
+    usable_by,
+    warn_of_repeats,
+)
+from onptq.cli.quantize import ZOO, make_reporter, resolve_recipe, use_one_thread
 from onptq.cli.report_tables import print_table
 from onptq.errors import OnPTQError
 
 PROMPTS = 64
 SPLITS = ("test", "held-out")
-SUITE_PANEL = "Suites"
 
 
 def compare(
     dense: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="DENSE",
-            help="The dense model: a folder, a hub id, or a name of `onptq zoo list`.",
-            show_default=False,
-        ),
-    ] = None,
+        str,
+        typer.Argument(metavar="DENSE", help="The dense model: a folder, a hub id, or a name of `onptq zoo list`."),
+    ],
     candidates: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             metavar="CANDIDATE...",
             help="Checkpoint folders that transformers loads, whoever made them (NAME=FOLDER names one), or METHOD:SCHEME "
             "to be built here, e.g. rtn:W4A8, search:W4A6, onptq:W4A8@paper with a preset of its own, onptq:W4A8#1 with a seed.",
-            show_default=False,
         ),
-    ] = None,
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of DENSE and CANDIDATEs: main (zoo:qwen2.5-vl and zoo:qwen3-vl, plain and with outliers, and "
-            "zoo:qwen2.5-omni; many schemes and methods) or smoke (a try).",
-            rich_help_panel=SUITE_PANEL,
-        ),
-    ] = None,
-    models: Annotated[
-        str | None,
-        typer.Option(
-            help="Some of its models, e.g. zoo:qwen2.5-vl; processes can share them out.", rich_help_panel=SUITE_PANEL
-        ),
-    ] = None,
-    schemes: Annotated[
-        str | None, typer.Option(help="Some of its schemes, e.g. W4A8,W4A6.", rich_help_panel=SUITE_PANEL)
-    ] = None,
-    methods: Annotated[
-        str | None, typer.Option(help="Some of its methods, e.g. static,onptq.", rich_help_panel=SUITE_PANEL)
-    ] = None,
-    seeds: Annotated[
-        str | None,
-        typer.Option(
-            help="Further seeds to build the methods with that have one, e.g. 1,2.", rich_help_panel=SUITE_PANEL
-        ),
-    ] = None,
+    ],
     tasks: Annotated[
         str | None,
         typer.Option(help="Embedded tasks, e.g. choice,read; or none.", show_default="all that the model can be given"),
     ] = None,
     items: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Items per task.", show_default="400 in all, e.g. 100 of 4 tasks; whole splits in suite main"
-        ),
+        typer.Option(min=1, help="Items per task.", show_default="400 in all, e.g. 100 of 4 tasks"),
     ] = None,
     prompts: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Prompts on which behaviour is compared, state by state; 0 for none.",
-            show_default=f"{PROMPTS}; 512 in suite main",
-        ),
-    ] = None,
+        int, typer.Option(min=0, help="Prompts on which behaviour is compared, state by state; 0 for none.")
+    ] = PROMPTS,
     out: Annotated[
         Path | None,
         typer.Option(
             help="Folder of the results, item by item; candidates that are in it already are not run again.",
-            show_default="the model's name, e.g. qwen2.5-vl-compared, or main-suite",
+            show_default="the model's name, e.g. qwen2.5-vl-compared",
         ),
     ] = None,
     manifest: Annotated[
@@ -96,6 +66,10 @@ def compare(
         Path | None,
         typer.Option(help="Manifest of prompts to build candidates with; models of the zoo bring their own."),
     ] = None,
+    on_bad_prompt: Annotated[
+        str,
+        typer.Option(metavar="fail|skip", help="Stop at prompts that cannot be used, or leave them out and say which."),
+    ] = "fail",
     critical: Annotated[
         bool,
         typer.Option(
@@ -111,7 +85,7 @@ def compare(
         str | None,
         typer.Option(
             help="Preset of the candidates built here: light, default, best, paper or zoo.",
-            show_default="zoo for models of the zoo, else default; in suites the suite's",
+            show_default="zoo for models of the zoo, else default",
         ),
     ] = None,
     changes: Annotated[
@@ -128,48 +102,36 @@ def compare(
     """Compare CANDIDATEs with DENSE and with each other. Killed at any moment, the same command continues."""
     if split not in SPLITS:
         raise OnPTQError(f"--split {split}: expected one of {', '.join(SPLITS)}")
-    suites.check_options(
-        suite,
-        only_in_suites={"--models": models, "--schemes": schemes, "--methods": methods, "--seeds": seeds},
-        never_in_suites={"DENSE": dense, "CANDIDATE": candidates, "--manifest": manifest, "--calibration": calibration},
-    )
     reporter = make_reporter(quiet, json)
-    if suite is not None:
-        selection = suites.Selection(models, schemes, methods, seeds, tasks, items, prompts, split)
-        tables = suites.run(suite, out, selection, preset, changes or [], seed, device, critical, reporter)
-        if json:
-            reporter.result(tables)
-        elif not quiet:
-            suites.print_goals(tables, out or suites.default_out(suite))
-        return
-    if dense is None or not candidates:
-        raise OnPTQError("expected DENSE and at least one CANDIDATE, or --suite main")
     of_the_zoo = dense.startswith(ZOO)
     if of_the_zoo:
         use_one_thread()
     options = {"seed": seed, "compute.device": device}
     recipe = resolve_recipe(preset or ("zoo" if of_the_zoo else None), None, options, changes or [])
 
+    from onptq.checkpoint.source import choose_device, find_source
+    from onptq.data.calibration import check_on_bad_prompt
     from onptq.evaluate import comparison
     from onptq.evaluate.candidates import parse_candidates
-    from onptq.models.loading import choose_device, find_source
     from onptq.run import check_place
 
+    check_on_bad_prompt(on_bad_prompt)
     parsed = parse_candidates(candidates, recipe, changes or [])
     family = find_source(dense).family.name
     folder = default_out(dense) if out is None else out
     choose_device(recipe.compute.device)
     check_place(folder)
+    usable = usable_by(dense, recipe.follow.max_tokens) if on_bad_prompt == "skip" else None
     data = largest_data(parsed, recipe.data)
     known, held_out = (
-        draw_calibration(family, calibration, data, of_the_zoo, reporter)
+        draw_calibration(family, calibration, data, of_the_zoo, reporter, usable)
         if calibration is not None or needs_calibration(parsed)
         else ([], [])
     )
     before = told_before(folder)
     asked = draw_items(family, tasks, items, split, reporter)
-    count = PROMPTS if prompts is None else prompts
-    followed = draw_prompts(family, manifest, count, split, data.holdout, reporter)
+    followed = draw_prompts(family, manifest, prompts, split, data.holdout, reporter, usable)
+    warn_of_repeats(followed, [*known, *held_out], reporter)
     report = comparison.compare(
         dense,
         parsed,
@@ -191,7 +153,7 @@ def compare(
 
 
 def default_out(dense: str) -> Path:
-    name = dense.split(":", 1)[1] if dense.startswith(NAMED) else Path(dense).resolve().name
+    name = dense.split(":", 1)[1] if is_cataloged(dense) else Path(dense).resolve().name
     return Path(f"{name}-compared")
 
 

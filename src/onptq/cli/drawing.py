@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,13 +46,17 @@ def draw_items(family: str, tasks: str | None, per_task: int | None, split: str,
 
 
 def draw_prompts(
-    family: str, manifest: Path | None, count: int, split: str, spent: int, reporter: Reporter
+    family: str,
+    manifest: Path | None,
+    count: int,
+    split: str,
+    spent: int,
+    reporter: Reporter,
+    usable: Callable[[Prompt], object] | None = None,
 ) -> list[Prompt]:
     """`spent` held-out prompts choose the best iterate of what is built, so they cannot judge it."""
     if manifest is not None:
-        from onptq.data.manifest import load_manifest
-
-        return load_manifest(manifest, limit=count)
+        return _load(manifest, reporter, usable, count)
     from onptq.zoo.suite import SIDES, prompts
 
     if not count or family not in SIDES:
@@ -79,18 +84,54 @@ def draw_calibration(
     data: DataConfig,
     of_the_zoo: bool,
     reporter: Reporter,
+    usable: Callable[[Prompt], object] | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """As many prompts as the most demanding candidate wants, and those that choose its best iterate."""
     if manifest is not None:
-        from onptq.data.manifest import load_manifest
-        from onptq.data.manifest import split as divide
+        from onptq.data.calibration import split as divide
 
-        return divide(load_manifest(manifest), prompts=data.prompts, holdout=data.holdout, share=data.holdout_share)
+        return divide(
+            _load(manifest, reporter, usable), prompts=data.prompts, holdout=data.holdout, share=data.holdout_share
+        )
     if not of_the_zoo:
         raise OnPTQError("candidates that are built here need --calibration PROMPTS, a .jsonl or .parquet manifest")
     from onptq.zoo import materials
 
     return materials.draw_prompts(family, data, reporter)
+
+
+def usable_by(dense: str, max_new: int) -> Callable[[Prompt], object]:
+    """A function that raises where the dense model cannot be given a prompt."""
+    from onptq.checkpoint.source import find_source
+    from onptq.models.processing import PromptProcessor
+
+    source = find_source(dense)
+    return partial(PromptProcessor.from_folder(source.folder, source.family, source.config).check, max_new=max_new)
+
+
+def _load(
+    manifest: Path, reporter: Reporter, usable: Callable[[Prompt], object] | None, limit: int | None = None
+) -> list[Prompt]:
+    """The prompts of a manifest; with `usable` bad ones are skipped, which a warning says."""
+    from onptq.data.calibration import describe_skipped
+    from onptq.data.manifest import load_manifest
+
+    bad: list[str] | None = None if usable is None else []
+    prompts = load_manifest(manifest, limit=limit, usable=usable, bad=bad, note=reporter.note)
+    if bad:
+        reporter.warn(describe_skipped(bad))
+    return prompts
+
+
+def warn_of_repeats(prompts: Sequence[Prompt], calibration: Sequence[Prompt], reporter: Reporter) -> None:
+    """Warn where candidates are compared on prompts that they were calibrated with."""
+    from onptq.data.manifest import repeated
+
+    if both := repeated(prompts, calibration):
+        reporter.warn(
+            f"{len(both)} of {len(prompts)} prompts that behaviour is compared on are calibration prompts too, e.g. "
+            f"{both[0]}: candidates built here look better on them than they are"
+        )
 
 
 def largest_data(candidates: list[Candidate], base: DataConfig) -> DataConfig:

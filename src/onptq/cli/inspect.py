@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onptq.cli.quantize import NAMED
-
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from onptq.inspection.defects import Inspection
-    from onptq.inspection.description import Description
-    from onptq.inspection.mending import Mended
-    from onptq.inspection.subject import Defect
+    from onptq.check.defects import Inspection
+    from onptq.check.description import Description
+    from onptq.check.fix import Mended
+    from onptq.check.subject import Defect
 
 
 def inspect(
@@ -33,14 +31,11 @@ def inspect(
 
     Exit code 1 if there are defects, or, with --fix, if some are left in the copy.
     """
-    from onptq.inspection.defects import inspect_folder
-    from onptq.inspection.mending import mend_folder
+    from onptq.check.defects import inspect_folder
+    from onptq.check.fix import mend_folder
+    from onptq.checkpoint.catalogs import is_cataloged, locate
 
-    folder = Path(checkpoint)
-    if checkpoint.startswith(NAMED):
-        from onptq.zoo.catalog import locate
-
-        folder = locate(checkpoint)
+    folder = locate(checkpoint) if is_cataloged(checkpoint) else Path(checkpoint)
     mended = mend_folder(folder, fix) if fix is not None else None
     inspection = mended.before if mended is not None else inspect_folder(folder)
     if as_json:

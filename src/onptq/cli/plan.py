@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from onptq.checkpoint.serving import Served
     from onptq.plan.planning import Plan
-    from onptq.plan.serving import Served
 
 KNOWN = "known: run = seen on such hardware; asked = the server's choice, not run; read = the kernel's list of types"
 

@@ -1,4 +1,4 @@
-"""`onptq quantize`: from a checkpoint to a quantized checkpoint, in a folder that is the run."""
+"""`onptq quantize`: from a checkpoint to a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onptq.checkpoint.catalogs import is_cataloged
 from onptq.cli.comparison import print_comparison
 from onptq.errors import OnPTQError
 
 ZOO = "zoo:"
-NAMED = (ZOO, "real:")  # prefixes of the names in `onptq zoo list`
-RUN_FILES = "onptq"
 
 if TYPE_CHECKING:
+    from onptq.data.prompts import Prompt
     from onptq.evaluate.items import Item
     from onptq.progress import Reporter
     from onptq.recipe import Recipe
@@ -29,7 +29,7 @@ def quantize(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the run: the checkpoint, and onptq/ with all it was made from.",
+            help="Folder of the checkpoint. The run, with the prompts and all else it was made from, goes to DIR-run.",
             show_default="the model's name and the scheme, e.g. qwen2.5-vl-W4A8",
         ),
     ] = None,
@@ -47,6 +47,10 @@ def quantize(
     holdout: Annotated[
         Path | None, typer.Option(help="Manifest of held-out prompts, instead of some of the calibration prompts.")
     ] = None,
+    on_bad_prompt: Annotated[
+        str,
+        typer.Option(metavar="fail|skip", help="Stop at prompts that cannot be used, or leave them out and say which."),
+    ] = "fail",
     preset: Annotated[
         str | None,
         typer.Option(
@@ -100,62 +104,48 @@ def quantize(
     if of_the_zoo:
         use_one_thread()
     folder = default_out(model, resolved) if out is None else out
-    _check_first(model, folder, resolved, calibration, holdout)
-    given: dict[str, Any] = {"calibration": calibration, "holdout": holdout}
-    if of_the_zoo and calibration is None:
-        given |= _drawn_prompts(model, resolved, holdout, reporter)
-    if evaluated:
-        given["evaluation"] = _drawn_items(model, items, reporter)
 
     import onptq
+    from onptq.checkpoint.source import Source, find_source
+    from onptq.pipeline import check_settings
 
-    result = onptq.quantize(model, folder, recipe=resolved, reporter=reporter, verify=verify, **given)
+    source: str | Source = model
+    prompts: Path | list[Prompt] | None = calibration
+    held_out: Path | list[Prompt] | None = holdout
+    drawn: list[Item] | None = None
+    if of_the_zoo or evaluated:
+        from onptq.zoo.materials import draw_items, draw_prompts
+
+        source = find_source(model)
+        check_settings(folder, resolved, calibration, holdout)
+        if of_the_zoo and calibration is None:
+            prompts, others = draw_prompts(source.family.name, resolved.data, reporter)
+            held_out = others if holdout is None else holdout
+        if evaluated:
+            drawn = draw_items(source.family.name, items, reporter)
+    result = onptq.quantize(
+        source,
+        folder,
+        calibration=prompts,
+        holdout=held_out,
+        recipe=resolved,
+        evaluation=drawn,
+        on_bad_prompt=on_bad_prompt,
+        reporter=reporter,
+        verify=verify,
+    )
     reporter.result(result.summary if json else dict(overview(result.summary, result.path)))
     if "comparison" in result.summary and not quiet and not json:
-        from onptq.export.card_tables import held_out_prompts
+        from onptq.checkpoint.card_tables import held_out_prompts
 
         count = result.summary["prompts"]["holdout"]
         print_comparison(result.summary["comparison"], held_out_prompts(count, resolved) if count else "")
 
 
-def _check_first(model: str, out: Path, recipe: Recipe, calibration: Path | None, holdout: Path | None) -> None:
-    """What can be noticed at once, the model first, before anything is fetched, drawn or hashed."""
-    from onptq.export.compressed import check_apart
-    from onptq.models.loading import choose_device, find_source, is_hub_id
-    from onptq.run import check_place
-
-    fetched = is_hub_id(model)
-    if not fetched:
-        check_apart(find_source(model).folder, out)
-    if calibration is None and recipe.method != "rtn" and not model.startswith(ZOO):
-        absent = f"; {model!r} is no folder here and would be fetched from the hub" if fetched else ""
-        raise OnPTQError(f"method {recipe.method} needs --calibration PROMPTS, a .jsonl or .parquet manifest{absent}")
-    for manifest in (calibration, holdout):
-        if manifest is not None and not manifest.exists():
-            raise OnPTQError(f"cannot read the manifest {manifest}: no such file; expected a .jsonl or .parquet file")
-    choose_device(recipe.compute.device)
-    check_place(out)
-
-
 def default_out(model: str, recipe: Recipe) -> Path:
     """In the current folder: the last part of the model's name, the scheme, and the method where it is not onptq."""
-    name = model.split(":", 1)[1] if model.startswith(NAMED) else Path(model).resolve().name
+    name = model.split(":", 1)[1] if is_cataloged(model) else Path(model).resolve().name
     return Path("-".join((name, recipe.scheme, *(() if recipe.method == "onptq" else (recipe.method,)))))
-
-
-def _drawn_prompts(model: str, recipe: Recipe, holdout: Path | None, reporter: Reporter) -> dict[str, Any]:
-    from onptq.models.loading import find_source
-    from onptq.zoo.materials import draw_prompts
-
-    calibration, held_out = draw_prompts(find_source(model).family.name, recipe.data, reporter)
-    return {"calibration": calibration, "holdout": held_out if holdout is None else holdout}
-
-
-def _drawn_items(model: str, per_task: int | None, reporter: Reporter) -> list[Item]:
-    from onptq.models.loading import find_source
-    from onptq.zoo.materials import draw_items
-
-    return draw_items(find_source(model).family.name, per_task, reporter)
 
 
 def use_one_thread() -> None:
@@ -168,7 +158,8 @@ def use_one_thread() -> None:
 
 def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, Any], changes: list[str]) -> Recipe:
     """The preset or recipe file, changed by the options that were given, then by --set."""
-    from onptq.recipe import Recipe, parse_override
+    from onptq.overrides import parse_override
+    from onptq.recipe import Recipe
 
     overrides = {name: value for name, value in options.items() if value is not None}
     overrides.update(map(parse_override, changes))
@@ -181,37 +172,42 @@ def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, 
 
 def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str, str]]:
     """The few lines of a summary that a user wants to see at once; what the summary lacks is left out."""
+    from onptq.run import run_home
+
     for name in ("scheme", "method"):
         if name in summary:
             yield name, str(summary[name])
     sides = [_mapping(_mapping(summary.get("holdout")).get(side)) for side in ("initial", "final")]
     for key, name, form in (
-        ("mismatch_percent", "mismatch", "{:.2f}%"),
-        ("erosion", "erosion", "{:.4f}"),
-        ("kl", "KL", "{:.5f}"),
+        ("mismatch_percent", "changed decisions", "{:.2f}%"),
+        ("erosion", "margin erosion", "{:.4f}"),
+        ("kl", "KL to dense", "{:.5f}"),
     ):
         values = [form.format(side[key]) for side in sides if isinstance(side.get(key), int | float)]
         if values:
-            yield f"held-out {name}", " -> ".join(values)
-    kept = [_kept(figures) for figures in summary.get("rounds") or () if "best_step" in figures]
-    if kept:
-        yield "iterate kept", ", ".join(f"round {k}: {which}" for k, which in enumerate(kept, 1))
+            yield f"held-out {name}", " -> ".join(values) + (" (initial -> calibrated)" if len(values) > 1 else "")
+    if isinstance(helped := summary.get("helped"), bool):
+        yield "calibration helped", "yes" if helped else "no"
+    rounds = [_kept(figures) for figures in summary.get("rounds") or () if "best_step" in figures]
+    if rounds:
+        yield "best theta", ", ".join(f"round {k}: {which}" for k, which in enumerate(rounds, 1))
     steps: dict[str, float] = {}
     for phase, seconds in _mapping(summary.get("seconds")).items():
         step = phase.split()[0]  # "Follow 1" and "Follow 2" are both Follow
         steps[step] = steps.get(step, 0.0) + seconds
     if steps:
-        yield "seconds", ", ".join(f"{step} {seconds:.1f}" for step, seconds in steps.items())
+        parts = ", ".join(f"{step} {seconds:.1f}" for step, seconds in steps.items())
+        yield "time", f"{sum(steps.values()):.0f} s ({parts})"
     size = _mapping(summary.get("checkpoint")).get("bytes")
     if isinstance(size, int | float):
-        yield "checkpoint", f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-    yield "written to", str(path)
-    yield "run files", str(Path(path) / RUN_FILES)
+        yield "weights", f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    yield "checkpoint", str(path)
+    yield "run files", f"{run_home(path)} (hold the prompts: do not upload them)"
 
 
 def _kept(figures: Mapping[str, Any]) -> str:
     best, steps = figures["best_step"], figures["steps"]
-    return f"step {best} of {steps}" if best else f"its start, none of {steps} steps was better"
+    return f"step {best} of {steps}" if best else f"the initial one, none of {steps} steps was better"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

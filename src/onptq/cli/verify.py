@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from onptq.export.examine import Examination
+    from onptq.check.examine import Examination
 
 
 def verify(
@@ -23,8 +23,8 @@ def verify(
     """Reload FOLDER in transformers and check files, shapes, values, schemes, logits and answers. Exit code 1: a check failed."""
     from rich.console import Console
 
-    from onptq.export.examine import examine
-    from onptq.models.loading import choose_device, choose_dtype
+    from onptq.check.examine import examine
+    from onptq.checkpoint.source import choose_device, choose_dtype
 
     chosen = choose_device(device)
     with Console(stderr=True).status("looking at the folder") as status:  # nothing where there is no terminal

@@ -17,10 +17,10 @@ from torch import Tensor
 from onptq.bank import States, Trajectory
 from onptq.cycle.compare import padded_responses, state_rows
 from onptq.cycle.divergence import DIVERGENCES
-from onptq.cycle.prefixes import Prefix, Prefixes
+from onptq.engine.prefixes import Prefix, Prefixes
 from onptq.models.decoder import Tokens, TreeCache
 from onptq.models.encoding import PromptBatch
-from onptq.policy import Policy
+from onptq.models.language_model import LanguageModel
 
 TREE_TOKENS = 16384  # branch tokens that are alive at a time, over the whole batch
 ROW_TOKENS = 512  # and in one row: they attend to one another under a mask, so more would cost quadratically
@@ -109,12 +109,12 @@ def branch(
             shown = max(shown, done + here)
         return here
 
-    for candidates in prefixes.each(branch_batch):
+    for candidates in prefixes.map_batches(branch_batch):
         done += candidates
     return states.with_columns(consequence=consequence, horizon=valid)
 
 
-def grow(policy: Policy, batch: PromptBatch, prefix: Prefix, forest: Forest, horizon: int) -> Tensor:
+def grow(policy: LanguageModel, batch: PromptBatch, prefix: Prefix, forest: Forest, horizon: int) -> Tensor:
     """Q's greedy continuations: the forced token and horizon - 1 more, [B, horizon, N]."""
     cache, cached = TreeCache(prefix.cache), prefix.cache.length - batch.width
     positions = forest.positions(batch, horizon)
@@ -128,7 +128,7 @@ def grow(policy: Policy, batch: PromptBatch, prefix: Prefix, forest: Forest, hor
 
 
 def separation(
-    policy: Policy, batch: PromptBatch, prefix: Prefix, forest: Forest, tokens: Tensor, divergence: str
+    policy: LanguageModel, batch: PromptBatch, prefix: Prefix, forest: Forest, tokens: Tensor, divergence: str
 ) -> tuple[Tensor, Tensor]:
     """D reads all branch tokens in one forward. A_t over the common valid horizon H_t, both [B, N / 2]."""
     horizon, cached = tokens.shape[1], prefix.cache.length - batch.width
@@ -161,7 +161,7 @@ def common_horizon(tokens: Tensor, eos: frozenset[int]) -> Tensor:
     return alive.all(2).sum(1)
 
 
-def _greedy(policy: Policy, hidden: Tensor) -> Tensor:
+def _greedy(policy: LanguageModel, hidden: Tensor) -> Tensor:
     flat, rows = hidden.flatten(0, 1), state_rows(policy.vocabulary, models=1)
     parts = [policy.logits(flat[start : start + rows]).argmax(-1) for start in range(0, len(flat), rows)]
     return torch.cat(parts).view(hidden.shape[:2])

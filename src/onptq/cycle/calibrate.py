@@ -17,10 +17,10 @@ from torch import Tensor
 
 from onptq.bank import States, Trajectory
 from onptq.cycle.objective import Item, Targets, Terms, block_energy, make_items, measure
-from onptq.cycle.room import Room
+from onptq.engine.budget import BatchBudget
 from onptq.errors import OnPTQError
 from onptq.models.encoding import EncodedPrompt
-from onptq.policy import Policy
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import CalibrateConfig
 
@@ -55,7 +55,8 @@ class Progress:
         tensors = {
             f"{part}/{name}": tensor
             for part, theta in thetas.items()
-            for name, tensor in replace(theta, levels={}, step={}).tensors().items()
+            for name, tensor in theta.tensors().items()
+            if not name.startswith(("levels/", "step/"))
         }
         tensors |= {f"moments/{name}": tensor for name, tensor in self.moments.items()}
         numbers = {"step": self.step, "best_step": self.best_step, "best_score": self.best_score}
@@ -80,10 +81,10 @@ class Progress:
             best_step=int(numbers["best_step"]),
         )
 
-    def take_codes(self, start: Theta) -> None:
-        for theta in (self.theta, self.best):
-            if theta is not None:
-                theta.levels, theta.step = dict(start.levels), dict(start.step)
+    def take_codes(self, origin: Theta) -> None:
+        for theta in (self.theta, self.best or self.theta):
+            for path, settled in origin.settled.items():
+                theta.linears[path] = replace(settled, ratio=theta.linears[path].ratio)
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,14 @@ def calibrate(
     holdout: Holdout | None = None,
     seed: int = 0,
     target_budget: int | None = None,
-    room: Room | None = None,
+    batch_budget: BatchBudget | None = None,
     progress: Progress | None = None,
     save: Callable[[Progress], None] = lambda progress: None,
     log: Callable[[dict[str, float]], None] = lambda record: None,
 ) -> Calibrated:
-    """theta^(k) to theta^(k+1) on the critical states of `states` (none, or gamma = 0: the static control). `room` says how many
-    prompts go through the model at once; without one, as many as `cfg` says."""
-    if cfg.codes == "settled" and not theta.levels:
+    """theta^(k) to theta^(k+1) on the critical states of `states` (none, or gamma = 0: the static control). `batch_budget` is how
+    many prompts go through the model at once; by default as many as `cfg` says."""
+    if cfg.codes == "settled" and not theta.settled:
         theta = policy.settle(theta)
     if cfg.codes == "learned":
         theta = policy.centre(theta)
@@ -132,15 +133,17 @@ def calibrate(
     )
     targets = Targets(policy, target_budget)
     energy = block_energy(targets, items) if cfg.normalize == "energy" else None
-    room = room or Room(cfg.micro_batch, "prompts")
-    judge = None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg, room)
+    batch_budget = batch_budget or BatchBudget(cfg.micro_batch, "prompts")
+    judge = (
+        None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg, batch_budget)
+    )
     history: list[dict[str, float]] = []
     if judge is not None and progress.step == 0:
         judge.consider(progress)
     interval = max(1, len(batches) // cfg.evaluations)
     for step in range(progress.step, len(batches)):
         chosen = [items[index] for index in batches[step]]
-        terms = room.fit(partial(_accumulate, policy, chosen, len(items), targets, energy, cfg, update))
+        terms = batch_budget.fit(partial(_accumulate, policy, chosen, len(items), targets, energy, cfg, update))
         gradient = update(step)
         record = {"step": step + 1, **terms, "gradient": gradient}
         progress.step, progress.moments = step + 1, update.moments()
@@ -253,18 +256,18 @@ class _Judge:
         targets: Targets,
         energy: Tensor | None,
         cfg: CalibrateConfig,
-        room: Room,
+        batch_budget: BatchBudget,
     ) -> None:
         count = len(holdout.states)
         every = holdout.states.with_columns(
             critical=np.ones(count, np.bool_), weight=np.full(count, 1 / count, np.float32)
         )
         self.items = make_items(policy, holdout.prompts, holdout.trajectories, every)
-        self.policy, self.targets, self.energy, self.cfg, self.room = policy, targets, energy, cfg, room
+        self.policy, self.targets, self.energy, self.cfg, self.batch_budget = policy, targets, energy, cfg, batch_budget
 
     def consider(self, progress: Progress) -> float:
         """Score the current theta and keep it if it is the best so far."""
-        score = self.room.fit(self._score)
+        score = self.batch_budget.fit(self._score)
         if score < progress.best_score:
             progress.best, progress.best_score, progress.best_step = progress.theta.clone(), score, progress.step
         return score

@@ -12,9 +12,9 @@ from torch import Tensor
 from onptq import kernels
 from onptq.bank import AGREE, MISMATCH, NEAR_MISS, States, Trajectory
 from onptq.cycle.divergence import js_divergence, kl_divergence
-from onptq.cycle.prefixes import Prefixes
+from onptq.engine.prefixes import Prefixes
 from onptq.models.encoding import PromptBatch
-from onptq.policy import Policy
+from onptq.models.language_model import LanguageModel
 
 LOGIT_BYTES = 256 * 2**20  # at most this much of [states x vocabulary] in fp32 lives at a time
 KERNEL_ROWS = 8192  # states per launch where no logits exist
@@ -54,7 +54,7 @@ def decide(z_dense: Tensor, z_quant: Tensor) -> Decisions:
     )
 
 
-def decide_hidden(policy: Policy, dense: Tensor, quant: Tensor) -> Decisions:
+def decide_hidden(policy: LanguageModel, dense: Tensor, quant: Tensor) -> Decisions:
     """The same from residual streams [S, d]; on a GPU without a row of logits."""
     if kernels.fit(dense, quant, policy.structure.head.weight):
         from onptq.kernels.decisions import decide_states
@@ -63,7 +63,7 @@ def decide_hidden(policy: Policy, dense: Tensor, quant: Tensor) -> Decisions:
     return decide(policy.logits(dense), policy.logits(quant))
 
 
-def head_inputs(policy: Policy, dense: Tensor, quant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def head_inputs(policy: LanguageModel, dense: Tensor, quant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What the kernels multiply: normed states [S, d] of both models, head [V, d] and bias."""
     norm, head = policy.structure.decoder.norm, policy.structure.head
     return norm(dense), norm(quant), head.weight, head.bias  # type: ignore[operator]
@@ -94,8 +94,8 @@ def compare(
     def compare_batch(index: int) -> States:
         batch = prefixes.batches[index]
         response = padded_responses(batch, by_prompt)
-        dense = prefixes.follow(index, "D", response)[1]
-        quant = prefixes.follow(index, "Q", response)[1]
+        dense = prefixes.teacher_force(index, "D", response)[1]
+        quant = prefixes.teacher_force(index, "Q", response)[1]
         rows, steps = _visited(batch, by_prompt)
         columns = [
             _decide_chunk(prefixes, dense[rows[chunk], steps[chunk]], quant[rows[chunk], steps[chunk]])
@@ -105,7 +105,7 @@ def compare(
         return _states(batch, rows, steps, response, decisions, near_miss_tol)
 
     parts = []
-    for part in prefixes.each(compare_batch):
+    for part in prefixes.map_batches(compare_batch):
         parts.append(part)
         advance(len(np.unique(part.prompt)))
     return States.concatenate(parts)
@@ -129,7 +129,7 @@ def _visited(batch: PromptBatch, by_prompt: dict[int, Trajectory]) -> tuple[Tens
     return rows, steps
 
 
-def _rows_at_once(policy: Policy) -> int:
+def _rows_at_once(policy: LanguageModel) -> int:
     """Kernels hold no logits, so that memory does not bound them."""
     return KERNEL_ROWS if kernels.fit(policy.structure.head.weight) else state_rows(policy.vocabulary)
 

@@ -15,9 +15,9 @@ from onptq import kernels
 from onptq.bank import States, Trajectory
 from onptq.cycle.compare import head_inputs, pair_margin, state_rows
 from onptq.cycle.divergence import kl_divergence
-from onptq.cycle.prefixes import whole_prompts
+from onptq.engine.prefixes import whole_prompts
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.policy import Policy
+from onptq.quantizer.policy import Policy
 
 MASSIVE_SHARE = 0.001  # tokens of largest norm that do not count in a block's energy
 

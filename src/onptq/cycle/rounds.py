@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -15,21 +14,25 @@ from onptq.cycle.branch import branch
 from onptq.cycle.calibrate import Holdout, Progress, calibrate, order_seed
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
-from onptq.cycle.prefixes import Prefixes
 from onptq.cycle.risk import score, select
-from onptq.cycle.room import Budgets, Room
+from onptq.engine.budget import BatchBudget, Budgets
+from onptq.engine.prefixes import Prefixes
 from onptq.models.encoding import EncodedPrompt
-from onptq.policy import Policy, Side
+from onptq.models.language_model import Side
 from onptq.progress import Reporter
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
-from onptq.run import Run
+from onptq.run import Codec, Run
 
 SAVE_SECONDS = 20.0  # an update writes down where it is about this often
 HALFWAY = ".calibrate.safetensors"  # an update that has not ended
+UPDATE = "update.json"  # how many steps an update took, and which iterate it kept
 ROOM = "room.json"  # what turned out to fit into memory, where that was less than the recipe says
 
 T = TypeVar("T")
+TRAJECTORIES = Codec(write_trajectories, read_trajectories)
+STATES = Codec(States.write, States.read)
 
 
 class Cycle:
@@ -53,20 +56,24 @@ class Cycle:
         self.held_out = self._prefixes(holdout) if holdout else None
 
     def rounds(self, theta: Theta) -> Theta:
+        """theta^(R), from theta^(0): the algorithm of appendix A."""
         for k in range(self.recipe.rounds):
-            committed = self._round_file(k, "theta.safetensors")
-            halfway = self.run.file(*self._round_file(k, HALFWAY))
-            if self.run.has(*committed):
-                theta = Theta.load(self.run.file(*committed), self.policy.device)
+            committed, halfway = f"rounds/{k}/theta.safetensors", self.run.file(f"rounds/{k}/{HALFWAY}")
+            if self.run.has(committed):
+                theta = self.run.read(committed, lambda path: Theta.load(path, self.policy.device))
                 halfway.unlink(missing_ok=True)
+                continue
+            if self.recipe.settles and not theta.settled:
+                theta = self.policy.settle(theta)  # the same Q, without the offsets its codes may have come from
+            self.speak_as(theta)
+            if k == 0 or self.recipe.refresh:
+                trajectories = self.follow(f"rounds/{k}/trajectories.parquet", f"Follow {k + 1}", self.prefixes)
+                states = self.bank(k, trajectories)
             else:
-                if self.recipe.settles and not theta.levels:
-                    theta = self.policy.settle(theta)  # the same Q, without the offsets its codes may have come from
-                self.speak_as(theta)
-                trajectories = self.trajectories(k)
-                states = self.states(k, trajectories)
-                theta = self.update(k, trajectories, states, theta)
-                self.run.write_behind(theta.saving(), *committed, instead_of=halfway)
+                trajectories = self.repeat(k, "trajectories.parquet", TRAJECTORIES)
+                states = self.repeat(k, "bank.parquet", STATES)
+            theta = self.update(k, trajectories, states, theta)
+            self.run.write_behind(theta.saving(), committed, instead_of=halfway)
         self.speak_as(theta)
         return theta
 
@@ -81,7 +88,7 @@ class Cycle:
         if self.budgets.keep == "nothing":
             self.policy.attach(theta)
         else:
-            self.policy.freeze(theta, keep_dequantized=self.budgets.keep == "floats")
+            self.policy.freeze(theta, keep=self.budgets.keep)
         self._forget("Q")
 
     def release(self) -> None:
@@ -89,57 +96,87 @@ class Cycle:
         self._forget("D")
         self._forget("Q")
 
-    def trajectories(self, k: int) -> list[Trajectory]:
-        source = k if self.recipe.refresh else 0
-        if source != k:
-            earlier = read_trajectories(self.run.file(*self._round_file(source, "trajectories.parquet")))
-            return self._trajectory_step(self._round_file(k, "trajectories.parquet"), lambda: earlier)
-        return self._follow(self._round_file(k, "trajectories.parquet"), f"Follow {k + 1}", self.prefixes)
+    def follow(self, name: str, label: str, prefixes: Prefixes) -> list[Trajectory]:
+        """Q's own greedy rollouts."""
 
-    def states(self, k: int, trajectories: Sequence[Trajectory]) -> States:
-        """The round's bank: compared, branched, scored, selected. Without refresh, the first round's."""
-        committed, compared = self._round_file(k, "bank.parquet"), self._round_file(k, ".compared.parquet")
-        if k > 0 and not self.recipe.refresh:
-            earlier = States.read(self.run.file(*self._round_file(0, "bank.parquet")))
-            return self._state_step(committed, lambda: earlier)
+        def compute() -> list[Trajectory]:
+            with self.reporter.phase(label, total=_count(prefixes), unit="prompts") as bar:
+                return follow(prefixes, advance=bar.advance)
+
+        return self.run.step(name, TRAJECTORIES, compute)
+
+    def compare(self, name: str, label: str, prefixes: Prefixes, trajectories: Sequence[Trajectory]) -> States:
+        """D and Q at every state that the rollouts visited."""
 
         def compute() -> States:
-            states = self._compare(compared, f"Compare {k + 1}", self.prefixes, trajectories)
-            total = int(states.candidates.sum()) if self.recipe.calibrate.gamma else 0
-            if not total:
-                return weigh(self.prefixes, trajectories, states, self.recipe, k)
-            with self.reporter.phase(f"Branch {k + 1}", total=total, unit="candidates") as bar:
-                return weigh(self.prefixes, trajectories, states, self.recipe, k, bar.advance)
+            with self.reporter.phase(label, total=_count(prefixes), unit="prompts") as bar:
+                tol = self.recipe.risk.near_miss_tol
+                return compare(prefixes, trajectories, near_miss_tol=tol, advance=bar.advance)
 
-        states = self._state_step(committed, compute)
-        self.run.file(*compared).unlink(missing_ok=True)
+        return self.run.step(name, STATES, compute)
+
+    def bank(self, k: int, trajectories: Sequence[Trajectory]) -> States:
+        """The round's states: compared, branched, scored, selected. With gamma = 0 nothing is branched or critical."""
+        recipe, compared = self.recipe, f"rounds/{k}/.compared.parquet"
+
+        def compute() -> States:
+            states = self.compare(compared, f"Compare {k + 1}", self.prefixes, trajectories)
+            if recipe.calibrate.gamma == 0:
+                return score(states, recipe.risk)
+            states = self.branch(k, trajectories, states)
+            return select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
+
+        states = self.run.step(f"rounds/{k}/bank.parquet", STATES, compute)
+        self.run.file(compared).unlink(missing_ok=True)
         self.run.log("bank", round=k, **bank_figures(states))
-        if not states.weight.any() and self.recipe.calibrate.gamma > 0:
-            rest = " and the response KL" if self.recipe.calibrate.response_over == "visited" else " alone"
+        if not states.weight.any() and recipe.calibrate.gamma > 0:
+            rest = " and the response KL" if recipe.calibrate.response_over == "visited" else " alone"
             self.reporter.warn(f"round {k + 1}: no candidate states, so the update follows the anchor{rest}")
         return states
 
+    def branch(self, k: int, trajectories: Sequence[Trajectory], states: States) -> States:
+        """Both tokens of every candidate, forced and continued by D."""
+        total = int(states.candidates.sum())
+        if not total:
+            return states
+        with self.reporter.phase(f"Branch {k + 1}", total=total, unit="candidates") as bar:
+            return branch(
+                self.prefixes,
+                trajectories,
+                states,
+                horizon=self.recipe.branch.horizon,
+                divergence=self.recipe.risk.divergence,
+                eos_as_max=self.recipe.branch.eos_as_max,
+                advance=bar.advance,
+            )
+
+    def repeat(self, k: int, name: str, codec: Codec[T]) -> T:
+        """A file of round 0, committed again as round k's."""
+        return self.run.step(f"rounds/{k}/{name}", codec, lambda: self.run.read(f"rounds/0/{name}", codec.read))
+
     def holdout(self, name: str, label: str) -> Holdout | None:
-        """Held-out prompts under the Q of the moment: rollouts and comparison, kept beside the rounds."""
+        """Held-out prompts under the present Q: rollouts and comparison, kept beside the rounds."""
         if self.held_out is None:
             return None
-        trajectories = self._follow((name, "holdout_trajectories.parquet"), f"Follow {label}", self.held_out)
-        states = self._compare((name, "holdout.parquet"), f"Compare {label}", self.held_out, trajectories)
+        trajectories = self.follow(f"{name}/holdout_trajectories.parquet", f"Follow {label}", self.held_out)
+        states = self.compare(f"{name}/holdout.parquet", f"Compare {label}", self.held_out, trajectories)
         prompts = [prompt for batch in self.held_out.batches for prompt in batch.prompts]
         return Holdout(sorted(prompts, key=lambda prompt: prompt.ordinal), trajectories, states)
 
     def update(self, k: int, trajectories: Sequence[Trajectory], states: States, theta: Theta) -> Theta:
-        cfg, saved = self.recipe.calibrate, self._round_file(k, HALFWAY)
+        cfg, saved = self.recipe.calibrate, f"rounds/{k}/{HALFWAY}"
         holdout = self.holdout(f"rounds/{k}", f"held-out {k + 1}")
         self._forget("Q")  # this Q has said all it will be asked
-        progress = Progress.load(self.run.file(*saved), self.policy.device) if self.run.has(*saved) else None
+        progress = None
+        if self.run.has(saved):
+            progress = self.run.read(saved, lambda path: Progress.load(path, self.policy.device))
         steps = cfg.epochs * -(-len(self.prompts) // cfg.batch)
         last_saved = time.monotonic()
 
         def save(progress: Progress) -> None:
             nonlocal last_saved
             if time.monotonic() - last_saved > SAVE_SECONDS:
-                with self.run.writing(*saved) as path:
+                with self.run.writing(saved) as path:
                     progress.save(path)
                 last_saved = time.monotonic()
 
@@ -160,50 +197,21 @@ class Cycle:
                 holdout=holdout,
                 seed=order_seed(self.recipe.seed, k),
                 target_budget=self.budgets.targets,
-                room=self.updated,
+                batch_budget=self.updated,
                 progress=progress,
                 save=save,
                 log=log,
             )
         self.run.log("calibrated", round=k, best_step=result.best_step, steps=steps)
+        self.run.write_json({"steps": steps, "best_step": result.best_step}, f"rounds/{k}/{UPDATE}")
         return result.theta
 
-    def _follow(self, parts: Sequence[str], label: str, prefixes: Prefixes) -> list[Trajectory]:
-        def compute() -> list[Trajectory]:
-            with self.reporter.phase(label, total=_count(prefixes), unit="prompts") as bar:
-                return follow(prefixes, advance=bar.advance)
-
-        return self._trajectory_step(parts, compute)
-
-    def _compare(
-        self, parts: Sequence[str], label: str, prefixes: Prefixes, trajectories: Sequence[Trajectory]
-    ) -> States:
-        def compute() -> States:
-            with self.reporter.phase(label, total=_count(prefixes), unit="prompts") as bar:
-                return compare(
-                    prefixes, trajectories, near_miss_tol=self.recipe.risk.near_miss_tol, advance=bar.advance
-                )
-
-        return self._state_step(parts, compute)
-
-    def _trajectory_step(self, parts: Sequence[str], compute: Callable[[], list[Trajectory]]) -> list[Trajectory]:
-        return self._step(parts, compute, write_trajectories, read_trajectories)
-
-    def _state_step(self, parts: Sequence[str], compute: Callable[[], States]) -> States:
-        return self._step(parts, compute, States.write, States.read)
-
-    def _step(
-        self,
-        parts: Sequence[str],
-        compute: Callable[[], T],
-        write: Callable[[T, Path], None],
-        read: Callable[[Path], T],
-    ) -> T:
-        if not self.run.has(*parts):
-            value = compute()
-            with self.run.writing(*parts) as path:
-                write(value, path)
-        return read(self.run.file(*parts))
+    def figures(self, k: int) -> dict[str, float]:
+        """A finished round in a few numbers: its bank, and `steps` and `best_step` of its update."""
+        bank, update = f"rounds/{k}/bank.parquet", f"rounds/{k}/{UPDATE}"
+        return bank_figures(self.run.read(bank, States.read)) | (
+            self.run.read_json(update) if self.run.has(update) else {}
+        )
 
     def _forget(self, side: Side) -> None:
         for prefixes in (self.prefixes, self.held_out):
@@ -219,41 +227,14 @@ class Cycle:
             budget=self.budgets.prefixes,
         )
 
-    def _room(self, unit: str, size: int) -> Room:
+    def _room(self, unit: str, size: int) -> BatchBudget:
         def keep(size: int) -> None:
             self.run.write_json(self._known_room() | {unit: size}, ROOM)
 
-        return Room(min(size, self._known_room().get(unit, size)), unit, tell=self.reporter.warn, keep=keep)
+        return BatchBudget(min(size, self._known_room().get(unit, size)), unit, warn=self.reporter.warn, keep=keep)
 
     def _known_room(self) -> dict[str, int]:
         return self.run.read_json(ROOM) if self.run.has(ROOM) else {}
-
-    @staticmethod
-    def _round_file(k: int, name: str) -> tuple[str, str, str]:
-        return "rounds", str(k), name
-
-
-def weigh(
-    prefixes: Prefixes,
-    trajectories: Sequence[Trajectory],
-    states: States,
-    recipe: Recipe,
-    k: int,
-    advance: Callable[[int], None] = lambda candidates: None,
-) -> States:
-    """Branch, score and select compared states. With gamma = 0 nothing is critical and nothing needs a branch."""
-    if recipe.calibrate.gamma == 0:
-        return score(states, recipe.risk)
-    states = branch(
-        prefixes,
-        trajectories,
-        states,
-        horizon=recipe.branch.horizon,
-        divergence=recipe.risk.divergence,
-        eos_as_max=recipe.branch.eos_as_max,
-        advance=advance,
-    )
-    return select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
 
 
 def _count(prefixes: Prefixes) -> int:

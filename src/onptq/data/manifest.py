@@ -1,60 +1,74 @@
-"""Read a calibration manifest: JSONL or parquet, a prompt per line or row, every picture and sound checked up front."""
+"""Read a calibration manifest: JSONL or parquet, a prompt per line or row, every image decoded and every file hashed."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import io
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+from onptq.data.chat import MEDIA, check_text, decode_base64, kind_of, read_chat
+from onptq.data.media import MAX_BYTES, decode_image, read_file
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 
 JSONL_SUFFIXES = (".jsonl", ".json-lines")
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
-FIELDS = ("id", "text", "messages", "image", "images", "audio", "audios")
-ROLES = ("system", "user", "assistant")
-PARTS = ("text", "image", "audio")
-MEDIA = ("image", "audio")
 SHOWN_ERRORS = 10
-
-
-class _Problem(Exception):
-    """What is wrong with one line; the caller adds where."""
+MAX_LINE = 2 * MAX_BYTES
+_DATA_URL = re.compile(r"data:[^,]{0,200};base64,")
 
 
 def load_manifest(
-    path: str | Path, *, modalities: frozenset[str] | None = None, limit: int | None = None
+    path: str | Path,
+    *,
+    modalities: frozenset[str] | None = None,
+    limit: int | None = None,
+    usable: Callable[[Prompt], object] | None = None,
+    bad: list[str] | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[Prompt]:
-    """Read and check every prompt, or the first `limit`; `modalities` are those the model can take (None: any)."""
+    """Read and check every prompt, or the first `limit`; `modalities` are those the model can take (None: any).
+
+    A bad prompt, or one that `usable` raises an OnPTQError for, is an error. With a list `bad` it is left out instead, and
+    why is appended there. `note` is called with what was ignored: columns that are no part of the format, answers that
+    ended a conversation.
+    """
     manifest = Path(path)
-    shelf = _Shelf(manifest.parent)
+    reader = _Reader(manifest, modalities)
     prompts: list[Prompt] = []
-    places: dict[str, str] = {}
     problems: list[str] = []
     for ordinal, (place, raw) in enumerate(_records(manifest)):
-        if ordinal == limit or len(problems) == SHOWN_ERRORS:
+        if limit is not None and len(prompts) + (0 if bad is not None else len(problems)) >= limit:
+            break
+        if bad is None and len(problems) == SHOWN_ERRORS:
             break
         label = f"{manifest} {place}"
         try:
             record = _decode(raw)
             label += f" (id {record['id']!r})" if "id" in record else ""
-            prompt = _read_prompt(record, ordinal, shelf, modalities)
-            if prompt.id in places:
-                raise _Problem(f"id {prompt.id!r} is already taken by {places[prompt.id]}: ids must be unique")
-            places[prompt.id] = place
+            prompt = reader.read(record, ordinal, place)
+            if usable is not None:
+                usable(prompt)
             prompts.append(prompt)
-        except _Problem as problem:
+        except OnPTQError as problem:
             problems.append(f"{label}: {problem}")
-    if problems:
-        stopped = f"\n(stopped after {SHOWN_ERRORS} errors)" if len(problems) == SHOWN_ERRORS else ""
-        raise OnPTQError("\n".join(problems) + stopped)
+    stopped = f"\n(stopped after {SHOWN_ERRORS} errors)" if len(problems) >= SHOWN_ERRORS else ""
+    shown = "\n".join(problems[:SHOWN_ERRORS]) + stopped
+    if problems and bad is None:
+        raise OnPTQError(shown)
     if not prompts:
-        raise OnPTQError(f"{manifest} has no prompts: expected at least one line or row with `text` or `messages`")
+        why = f":\n{shown}" if problems else ": expected at least one line or row with `text` or `messages`"
+        raise OnPTQError(f"{manifest} has no {'usable ' if problems else ''}prompts{why}")
+    if bad is not None:
+        bad += problems
+    for text in reader.notes(len(prompts)):
+        note(f"{manifest}: {text}")
     return prompts
 
 
@@ -62,27 +76,27 @@ def manifest_digest(prompts: Iterable[Prompt]) -> str:
     """SHA-256 over ids, messages and media contents, in order; where the files lie does not count."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        media = [[item.sha256 for item in items] for items in (prompt.images, prompt.audios)]
-        messages = [dict(message) for message in prompt.messages]
-        digest.update(json.dumps([prompt.id, messages, media], sort_keys=True).encode() + b"\n")
+        digest.update(json.dumps([prompt.id, *_content(prompt)], sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 
-def split(
-    manifest: Sequence[Prompt], /, *, prompts: int, holdout: int, share: float
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Calibration prompts, then held-out ones: spare prompts first, else at most `share` of the manifest."""
-    count = len(manifest)
-    spare = count - min(count, prompts)
-    held = min(holdout, max(spare, math.floor(share * count)))
-    calibration = min(prompts, count - held)
-    return list(manifest[:calibration]), list(manifest[calibration : calibration + held])
+def repeated(prompts: Iterable[Prompt], others: Iterable[Prompt]) -> list[Prompt]:
+    """Those of `prompts` whose messages and media are also those of one of `others`."""
+    contents = {json.dumps(_content(prompt), sort_keys=True) for prompt in others}
+    return [prompt for prompt in prompts if json.dumps(_content(prompt), sort_keys=True) in contents]
+
+
+def _content(prompt: Prompt) -> list[Any]:
+    media = [[item.sha256 for item in items] for items in (prompt.images, prompt.audios)]
+    return [[dict(message) for message in prompt.messages], media]
 
 
 def _records(manifest: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
     suffix = manifest.suffix.lower()
     if suffix not in SUFFIXES:
         raise OnPTQError(f"{manifest}: a manifest ends in {', '.join(SUFFIXES)}; got {suffix or 'no suffix'}")
+    if manifest.exists() and not (manifest.is_file() or manifest.is_dir()):
+        raise OnPTQError(f"cannot read the manifest {manifest}: not a regular file")
     try:
         yield from _jsonl_lines(manifest) if suffix in JSONL_SUFFIXES else _parquet_rows(manifest)
     except OSError as error:
@@ -91,7 +105,9 @@ def _records(manifest: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
 
 def _jsonl_lines(manifest: Path) -> Iterator[tuple[str, bytes]]:
     with manifest.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
+            if len(line) == MAX_LINE:
+                raise OnPTQError(f"{manifest} line {number} is longer than {MAX_LINE / 2**20:g} MiB")
             text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if text.strip():
                 yield f"line {number}", text
@@ -105,32 +121,33 @@ def _parquet_rows(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             table = pq.ParquetFile(file)
             number = 0
-            for batch in table.iter_batches(batch_size=64):  # small: rows may embed whole pictures
+            for batch in table.iter_batches(batch_size=64):  # small: rows may embed whole images
                 for row in batch.to_pylist():
                     number += 1
                     yield f"row {number}", row
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowException, UnicodeError) as error:
             raise OnPTQError(f"{manifest} is not a readable parquet file: {error}") from error
 
 
 def _decode(raw: bytes | dict[str, Any]) -> dict[str, Any]:
+    """The record without nulls: a parquet row has every column, and a null is a field that was not given."""
     if isinstance(raw, dict):
         return _without_nulls(raw)
     expected = 'expected one JSON object per line, e.g. {"id": "a", "text": "What is this?", "image": "a.png"}'
     try:
         record = json.loads(raw.decode())
+        if isinstance(record, dict):
+            return _without_nulls(record)
     except UnicodeDecodeError as error:
-        raise _Problem(f"not UTF-8 text (byte {error.start + 1}); {expected}") from None
+        raise OnPTQError(f"not UTF-8 text (byte {error.start + 1}); {expected}") from None
     except json.JSONDecodeError as error:
-        raise _Problem(f"not valid JSON ({error.msg} at column {error.colno}); {expected}") from None
-    if not isinstance(record, dict):
-        raise _Problem(f"{_kind(record)}; {expected}")
-    return _without_nulls(record)
+        raise OnPTQError(f"not valid JSON ({error.msg} at column {error.colno}); {expected}") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise OnPTQError(f"not usable JSON ({str(error)[:80]}); {expected}") from None
+    raise OnPTQError(f"{kind_of(record)}; {expected}")
 
 
 def _without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A parquet row has every column; a null is a field that was not given."""
-
     def clean(value: Any) -> Any:
         if isinstance(value, list):
             return [clean(item) for item in value]
@@ -139,175 +156,94 @@ def _without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: clean(value) for name, value in record.items() if value is not None}
 
 
-def _read_prompt(record: Mapping[str, Any], ordinal: int, shelf: _Shelf, modalities: frozenset[str] | None) -> Prompt:
-    _refuse_unknown(record, FIELDS, "field")
-    if ("text" in record) == ("messages" in record):
-        raise _Problem("expected exactly one of `text` and `messages`, got " + ("both" if "text" in record else "none"))
-    attached = {kind: _attached(record, kind) for kind in MEDIA}
-    if "text" in record:
-        parts = [{"type": kind} for kind in MEDIA for _ in attached[kind]]
-        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": record["text"]}]}]
-    else:
-        messages = record["messages"]
-    messages, sources = _read_messages(messages, attached)
-    for kind, items in sources.items():
-        if items and modalities is not None and kind not in modalities:
-            raise _Problem(f"has {kind}, but this model takes only {', '.join(sorted(modalities))}")
-    return Prompt(
-        ordinal=ordinal,
-        id=_read_id(record, ordinal),
-        messages=messages,
-        images=tuple(shelf.fetch("image", source) for source in sources["image"]),
-        audios=tuple(shelf.fetch("audio", source) for source in sources["audio"]),
-    )
+@dataclass
+class _Reader:
+    """Reads records; what several of them share is read once."""
+
+    manifest: Path
+    modalities: frozenset[str] | None
+    places: dict[str, str] = field(default_factory=dict)  # id -> where it was
+    files: dict[tuple[str, Path], Media] = field(default_factory=dict)
+    ignored: Counter[str] = field(default_factory=Counter)
+    answered: int = 0
+
+    def read(self, record: Mapping[str, Any], ordinal: int, place: str) -> Prompt:
+        chat, name = read_chat(record), _read_id(record, ordinal)
+        for kind, sources in chat.media.items():
+            if sources and self.modalities is not None and kind not in self.modalities:
+                raise OnPTQError(f"has {kind}, but this model takes only {', '.join(sorted(self.modalities))}")
+        media = {kind: tuple(self._fetch(kind, source) for source in chat.media[kind]) for kind in MEDIA}
+        if name in self.places:
+            raise OnPTQError(f"id {name!r} is already taken by {self.places[name]}: ids must be unique")
+        self.places[name] = place
+        self.answered += chat.answered
+        self.ignored.update(chat.extra.keys())
+        where = f"{self.manifest.name} {place}"
+        return Prompt(ordinal, name, chat.messages, media["image"], media["audio"], where, chat.extra)
+
+    def notes(self, prompts: int) -> Iterator[str]:
+        if self.ignored:
+            yield f"columns that are not used: {', '.join(map(repr, sorted(self.ignored)))}"
+        if self.answered:
+            yield (
+                f"{self.answered} of {prompts} conversations end with the assistant: cut after the user's last turn, "
+                "which the model answers itself"
+            )
+
+    def _fetch(self, kind: str, source: Any) -> Media:
+        name, data = _locate(kind, source)
+        if data is not None:
+            return _check(kind, "embedded in the manifest", data, Media(None, _sha256(data), data))
+        path = self.manifest.parent / name
+        if (kind, path) not in self.files:
+            try:
+                data = read_file(path)
+            except FileNotFoundError:
+                raise OnPTQError(f"{kind} {name!r} not found (looked for {str(path.absolute())!r})") from None
+            except OSError as error:
+                raise OnPTQError(f"{kind} {name!r} cannot be read: {error.strerror or error}") from None
+            self.files[kind, path] = _check(kind, repr(name), data, Media(path.absolute(), _sha256(data)))
+        return self.files[kind, path]
 
 
 def _read_id(record: Mapping[str, Any], ordinal: int) -> str:
     value = record.get("id", ordinal)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise _Problem(f"`id` must be text or a whole number, got {_kind(value)}")
-    return str(value)
-
-
-def _attached(record: Mapping[str, Any], kind: str) -> list[Any]:
-    """The media of the line itself: `image` or `images`, one or a list."""
-    if kind in record and f"{kind}s" in record:
-        raise _Problem(f"expected one of `{kind}` and `{kind}s`, got both")
-    value = record.get(kind, record.get(f"{kind}s", []))
-    return value if isinstance(value, list) else [value]
-
-
-def _read_messages(
-    messages: Any, attached: Mapping[str, list[Any]]
-) -> tuple[list[dict[str, Any]], Mapping[str, list[Any]]]:
-    """Messages whose contents are lists of parts, and the media those parts stand for, in order of appearance."""
-    if not isinstance(messages, list) or not messages:
-        raise _Problem(f"`messages` must be a list of at least one message, got {_kind(messages)}")
-    result: list[dict[str, Any]] = []
-    placeholders: dict[str, list[Any]] = {kind: [] for kind in MEDIA}  # None where the part names no file itself
-    for message in messages:
-        if not isinstance(message, dict):
-            raise _Problem(f"a message must have `role` and `content`, got {_kind(message)}")
-        _refuse_unknown(message, ("role", "content"), "message field")
-        if message.get("role") not in ROLES:
-            raise _Problem(f"`role` must be one of {', '.join(ROLES)}; got {message.get('role')!r}")
-        content = message.get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(parts, list) or not parts:
-            raise _Problem(f"`content` must be text or a list of parts, got {_kind(content)}")
-        result.append({"role": message["role"], "content": [_read_part(part, placeholders) for part in parts]})
-    if result[-1]["role"] != "user":
-        raise _Problem(f"the last message must be the user's, which the model answers; got {result[-1]['role']!r}")
-    return result, _match_media(placeholders, attached)
-
-
-def _read_part(part: Any, placeholders: Mapping[str, list[Any]]) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in PARTS:
-        shown = f"type {kind!r}" if isinstance(part, dict) else _kind(part)
-        raise _Problem(f"a content part must be a mapping with a type of {', '.join(PARTS)}; got {shown}")
-    _refuse_unknown(part, ("type", kind), f"field of a part of type {kind}")
-    if kind in MEDIA:
-        placeholders[kind].append(part.get(kind))
-        return {"type": kind}
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise _Problem(f"`text` must be text, got {_kind(text)}")
-    if not text.strip():
-        raise _Problem("`text` must not be empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise _Problem(f"text is not valid Unicode: {text!r}") from None
-    return {"type": "text", "text": text}
-
-
-def _match_media(placeholders: Mapping[str, list[Any]], attached: Mapping[str, list[Any]]) -> Mapping[str, list[Any]]:
-    if not any(source is not None for sources in placeholders.values() for source in sources):
-        for kind in MEDIA:
-            if len(placeholders[kind]) != len(attached[kind]):
-                raise _Problem(
-                    f"{len(placeholders[kind])} {kind} parts in the messages, {len(attached[kind])} {kind} files"
-                )
-        return attached
-    if any(attached.values()):
-        raise _Problem("media are named both in the messages' parts and beside them: expected one of the two")
-    for kind, sources in placeholders.items():
-        if None in sources:
-            raise _Problem(f"{kind} part {sources.index(None) + 1} names no file, though other parts do")
-    return placeholders
-
-
-class _Shelf:
-    """Fetches, checks and hashes media; a file that several prompts share is read once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._fetched: dict[tuple[str, Path], Media] = {}
-
-    def fetch(self, kind: str, source: Any) -> Media:
-        name, data = _locate(kind, source)
-        if data is not None:
-            return _check(kind, "embedded in the manifest", data, Media(None, _sha256(data), data))
-        path = self._folder / name
-        if (kind, path) not in self._fetched:
-            try:
-                data = path.read_bytes()
-            except FileNotFoundError:
-                raise _Problem(f"{kind} {name!r} not found (looked for {path.absolute()})") from None
-            except OSError as error:
-                raise _Problem(f"{kind} {name!r} cannot be read: {error.strerror or error}") from None
-            self._fetched[kind, path] = _check(kind, repr(name), data, Media(path.absolute(), _sha256(data)))
-        return self._fetched[kind, path]
+        raise OnPTQError(f"`id` must be text or a whole number, got {kind_of(value)}")
+    return check_text(str(value), "id")
 
 
 def _locate(kind: str, source: Any) -> tuple[str, bytes | None]:
-    """A path, or the bytes themselves: alone, or as {"bytes": ..., "path": ...}."""
+    """A path, or the bytes themselves: alone, as a data URL, or as {"bytes": ..., "path": ...}."""
     if isinstance(source, dict) and source.keys() <= {"bytes", "path"}:
         source = source.get("bytes", source.get("path"))
     if isinstance(source, bytes):
         return "", source
     if not isinstance(source, str) or not source or "\0" in source:
-        raise _Problem(f"{kind} must be a path, or bytes in a parquet; got {_kind(source)}")
+        raise OnPTQError(f"{kind} must be a path, a data URL, or bytes in a parquet; got {kind_of(source)}")
+    if source.startswith("data:"):
+        header = _DATA_URL.match(source)
+        if header is None:
+            raise OnPTQError(f"{kind} {source[:40]!r}... is no data URL of the form data:{kind}/TYPE;base64,DATA")
+        return "", decode_base64(source[header.end() :], kind)
+    source = check_text(unquote(source.removeprefix("file://")) if source.startswith("file:///") else source, kind)
     if "://" in source:
-        raise _Problem(f"{kind} {source!r} is an address: expected a file, nothing is downloaded")
+        raise OnPTQError(f"{kind} {source!r} is an address: expected a file or a data URL, nothing is downloaded")
     return source, None
 
 
 def _check(kind: str, name: str, data: bytes, media: Media) -> Media:
     if not data:
-        raise _Problem(f"{kind} {name} is empty")
+        raise OnPTQError(f"{kind} {name} is empty")
+    if len(data) > MAX_BYTES:
+        raise OnPTQError(f"{kind} {name} is larger than {MAX_BYTES / 2**20:g} MiB")
     if kind == "image":
-        from PIL import Image
-
         try:
-            with Image.open(io.BytesIO(data)) as image:
-                image.load()  # `verify` alone does not notice a truncated JPEG
+            decode_image(data)  # Pillow's `verify` alone does not notice a truncated JPEG
         except Exception as error:  # Pillow's decoders let through whatever they stumble over
-            raise _Problem(f"image {name} cannot be decoded: {error}") from None
+            raise OnPTQError(f"image {name} cannot be decoded: {error}") from None
     return media
 
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _refuse_unknown(record: Mapping[str, Any], valid: Sequence[str], what: str) -> None:
-    for name in record:
-        if name not in valid:
-            close = difflib.get_close_matches(str(name), valid, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            raise _Problem(f"unknown {what} {name!r}{hint}; valid: {', '.join(valid)}")
-
-
-def _kind(value: Any) -> str:
-    names = {
-        type(None): "nothing",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        bytes: "bytes",
-    }
-    names |= {list: "a list" if value else "an empty list", dict: "a mapping"}
-    return names.get(type(value), type(value).__name__)

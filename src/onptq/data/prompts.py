@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from onptq.data.media import read_file
 
 
 @dataclass(frozen=True)
 class Media:
-    """A picture or a sound: on disk (`path`), or embedded (`data`) when it was generated or came inside a parquet."""
+    """An image or audio clip: a file (`path`), or bytes (`data`) that were generated or came inside a manifest."""
 
     path: Path | None
     sha256: str
@@ -20,7 +22,7 @@ class Media:
         if self.data is not None:
             return self.data
         assert self.path is not None
-        return self.path.read_bytes()
+        return read_file(self.path)
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,13 @@ class Prompt:
     Every content is a list of parts: {"type": "text", "text": ...}, {"type": "image"}, {"type": "audio"}.
     """
 
-    ordinal: int  # place in the manifest, from 0: the identity every other file refers to
+    ordinal: int  # place among the prompts, from 0: the identity every other file refers to
     id: str
     messages: Sequence[Mapping[str, Any]]
     images: tuple[Media, ...] = ()
     audios: tuple[Media, ...] = ()
+    place: str = field(default="", compare=False)  # "prompts.jsonl line 7"; empty where it came from no manifest
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)  # columns that no model sees
+
+    def __str__(self) -> str:
+        return f"prompt {self.id!r} ({self.place})" if self.place else f"prompt {self.id!r}"

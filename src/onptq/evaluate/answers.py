@@ -11,14 +11,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from onptq.cycle.follow import follow
-from onptq.cycle.prefixes import Prefixes
-from onptq.cycle.room import Room
+from onptq.engine.budget import BatchBudget
+from onptq.engine.prefixes import Prefixes
+from onptq.engine.rollout import greedy_rollouts
 from onptq.errors import OnPTQError
 from onptq.evaluate.items import Item
-from onptq.models.encoding import EncodedPrompt, encode_prompts
+from onptq.models.encoding import EncodedPrompt, encode
+from onptq.models.language_model import LanguageModel, Side
 from onptq.models.processing import PromptProcessor
-from onptq.policy import Policy, Side
 
 Advance = Callable[[int], None]
 
@@ -40,29 +40,29 @@ class Questions:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: LanguageModel,
         processor: PromptProcessor,
         items: Sequence[Item],
         *,
-        batch_tokens: int | Room = 16384,
+        batch_tokens: int | BatchBudget = 16384,
         advance: Advance = lambda items: None,
     ) -> None:
         check_items(items)
         self.items, self.tokenizer, self.batch_tokens = items, processor.tokenizer, batch_tokens
         self.encoded: dict[int, list[EncodedPrompt]] = {}
         prompts, most = [item.prompt for item in items], [item.max_tokens for item in items]
-        encoded = encode_prompts(policy, processor, prompts, most, range(len(items)), advance)
+        encoded = encode(policy, processor.ahead(prompts, most), advance=advance)
         for prompt, tokens in zip(encoded, most, strict=True):
             self.encoded.setdefault(tokens, []).append(prompt)
         self.groups = self._groups(policy)
 
-    def put_to(self, policy: Policy) -> Questions:
+    def put_to(self, policy: LanguageModel) -> Questions:
         """The same questions for another policy over the same embeddings and towers, which do not run again."""
         other = copy.copy(self)
         other.groups = self._groups(policy)
         return other
 
-    def _groups(self, policy: Policy) -> list[Prefixes]:
+    def _groups(self, policy: LanguageModel) -> list[Prefixes]:
         return [
             Prefixes(policy, prompts, max_tokens=most, batch_tokens=self.batch_tokens, budget=0)
             for most, prompts in self.encoded.items()
@@ -71,7 +71,11 @@ class Questions:
 
 def answer(questions: Questions, side: Side, advance: Advance = lambda items: None) -> list[Answer]:
     """Every item answered greedily and graded, in the order of the items."""
-    said = {one.prompt: one.tokens for group in questions.groups for one in follow(group, side=side, advance=advance)}
+    said = {
+        one.prompt: one.tokens
+        for group in questions.groups
+        for one in greedy_rollouts(group, side=side, advance=advance)
+    }
     texts = questions.tokenizer.batch_decode(
         [list(said[number]) for number in range(len(questions.items))], skip_special_tokens=True
     )

@@ -17,8 +17,8 @@ from onptq.evaluate.answers import Answer, Questions, answer, read_answers, writ
 from onptq.evaluate.items import Item
 from onptq.evaluate.scores import compare_answers, score
 from onptq.methods import METHODS
+from onptq.models.language_model import Side
 from onptq.models.processing import PromptProcessor
-from onptq.policy import Side
 from onptq.progress import NamedReporter
 from onptq.quantizer.theta import Theta
 

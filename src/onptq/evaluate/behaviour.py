@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onptq.bank import AGREE, MISMATCH, NEAR_MISS, Column, States, Trajectory
 from onptq.cycle.compare import decide, padded_responses, state_rows
-from onptq.cycle.prefixes import Prefixes
+from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
 
 Advance = Callable[[int], None]
@@ -39,7 +39,11 @@ def compare_rollouts(
         visited = torch.arange(response.shape[1], device=response.device) < lengths[:, None]  # [B, T]
         rows, steps = visited.nonzero(as_tuple=True)
         columns = _decisions(
-            dense, candidate, dense.follow(index, "D", response)[1], candidate.follow(index, "Q", response)[1], visited
+            dense,
+            candidate,
+            dense.teacher_force(index, "D", response)[1],
+            candidate.teacher_force(index, "Q", response)[1],
+            visited,
         )
         return States.compared(
             prompt=np.array(ordinals, np.int32)[rows.cpu().numpy()],
@@ -49,7 +53,7 @@ def compare_rollouts(
         )
 
     parts = []
-    for part in dense.each(compare_batch, *([] if candidate is dense else [candidate])):
+    for part in dense.map_batches(compare_batch, *([] if candidate is dense else [candidate])):
         parts.append(part)
         advance(len(np.unique(part.prompt)))
     return States.concatenate(parts)

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
+from onptq.checkpoint.source import Source
+from onptq.checkpoint.write import storage_format
 from onptq.data.prompts import Prompt
 from onptq.evaluate.candidates import Built
-from onptq.export.compressed import storage_format
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.loading import Source
 from onptq.models.structure import LINEARS
-from onptq.policy import Policy
 from onptq.progress import Reporter
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
-from onptq.run import HOME
+from onptq.run import run_home
 
 # Phases of the job that are no calibration: what every method needs alike, and what follows it.
 UNCOUNTED = ("Hash", "Load", "Encode", "Export", "Verify")
@@ -67,7 +67,7 @@ def build_by_the_cycle(
 ) -> tuple[Theta, dict[str, Any]]:
     """The whole job into `folder`, checkpoint included, from the theta^(0) in the file `start`; after a kill it goes on where
     it was."""
-    from onptq.job import INIT, quantize  # above this module, which the job's own comparison shares
+    from onptq.pipeline import INIT, quantize  # above this module, which the job's own comparison shares
 
     data = candidate.recipe.data
     with measured_peak(device) as peak:
@@ -83,7 +83,7 @@ def build_by_the_cycle(
         )
     rounds = candidate.recipe.rounds
     last = ("rounds", str(rounds - 1), "theta.safetensors") if rounds else (INIT,)
-    theta = Theta.load(folder.joinpath(HOME, *last), device)
+    theta = Theta.load(run_home(folder).joinpath(*last), device)
     seconds = _calibration_seconds(result.summary["seconds"])
     return theta, {
         "seconds": seconds,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onptq.errors import OnPTQError
-from onptq.models.loading import CATALOGED
-from onptq.recipe import Recipe, parse_override
+from onptq.checkpoint.catalogs import is_cataloged
+from onptq.errors import OnPTQError, did_you_mean
+from onptq.overrides import parse_override
+from onptq.recipe import Recipe
 from onptq.schemes import Scheme
 
 DENSE = "dense"
@@ -67,9 +68,12 @@ def parse_candidates(texts: Sequence[str], recipe: Recipe, overrides: Iterable[s
     return found
 
 
-def slug(name: str) -> str:
-    """The name as a folder's."""
-    return re.sub(r"[^\w.+@-]+", "-", name)
+def folder_name(name: str) -> str:
+    """The folder of a candidate: its name where that is a plain file name, else the name made plain and a hash of it."""
+    plain = re.sub(r"[^\w.+@-]+", "-", name)
+    if plain == name and not name.startswith("."):
+        return name
+    return f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def method_names() -> list[str]:
@@ -83,7 +87,7 @@ def _parse(text: str, recipe: Recipe, changes: Sequence[str]) -> Candidate:
     if equals and name and _is_checkpoint(folder):
         return Made(name, folder)
     if _is_checkpoint(text):
-        return Made(text if text.startswith(CATALOGED) else Path(text).resolve().name, text)
+        return Made(text if is_cataloged(text) else Path(text).resolve().name, text)
     method, colon, rest = text.partition(":")
     if not colon:
         raise OnPTQError(
@@ -91,8 +95,7 @@ def _parse(text: str, recipe: Recipe, changes: Sequence[str]) -> Candidate:
             f"rtn:W4A8, with one of the methods {', '.join(method_names())}"
         )
     if method not in method_names():
-        close = difflib.get_close_matches(method, method_names(), n=1, cutoff=0.6)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = did_you_mean(method, method_names())
         raise OnPTQError(f"candidate {text!r}: unknown method{hint}; expected one of {', '.join(method_names())}")
     rest, number, seed = rest.partition("#")
     scheme, at, preset = rest.partition("@")
@@ -123,4 +126,4 @@ def _seed(text: str, method: str, seed: str) -> int:
 
 
 def _is_checkpoint(text: str) -> bool:
-    return text.startswith(CATALOGED) or Path(text).is_dir()
+    return is_cataloged(text) or Path(text).is_dir()

@@ -16,19 +16,23 @@ import torch
 
 from onptq import __version__
 from onptq.bank import write_trajectories
+from onptq.checkpoint.load import load_reader
+from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, open_checkpoint
 from onptq.cycle.follow import follow
-from onptq.cycle.prefixes import Prefixes
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
+from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Questions, answer, check_items, write_answers
 from onptq.evaluate.behaviour import compare_rollouts
 from onptq.evaluate.build import build_at_once, build_by_the_cycle, folder_bytes
-from onptq.evaluate.candidates import DENSE, Built, Candidate, Made, parse_candidates, slug
+from onptq.evaluate.candidates import DENSE, Built, Candidate, Made, folder_name, parse_candidates
 from onptq.evaluate.critical import bank_candidates, judge_critical
-from onptq.evaluate.hall import Hall
 from onptq.evaluate.items import Item, items_digest
-from onptq.evaluate.kept import (
+from onptq.evaluate.report import markdown
+from onptq.evaluate.session import Hall
+from onptq.evaluate.statistics import REPLICATES, Resampler
+from onptq.evaluate.store import (
     ANSWERS,
     COST,
     IDENTITY,
@@ -41,16 +45,13 @@ from onptq.evaluate.kept import (
     note_identity,
     parts,
 )
-from onptq.evaluate.reader import load_reader, open_checkpoint
-from onptq.evaluate.report import markdown
-from onptq.evaluate.statistics import REPLICATES, Resampler
 from onptq.evaluate.summary import summarize
 from onptq.files import atomically, to_json
 from onptq.methods import METHODS, initialize
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.loading import Source, choose_device, choose_dtype, find_source
-from onptq.policy import Policy, Side
+from onptq.models.language_model import Side
 from onptq.progress import LoggedReporter, NamedReporter, QuietReporter, Reporter
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 from onptq.run import Run
@@ -146,7 +147,7 @@ def _start(one: Built, hall: Hall) -> tuple[Path, dict[str, Any]]:
     home = parts(name)
     own = recipe.init_steps is None and run.has(*home, COST) and run.read_json(*home, IDENTITY)["calibration"] == digest
     if not own:
-        home = "starts", f"{slug(name)}-{recipe.init_steps or ''}-{digest[:12]}"
+        home = "starts", f"{folder_name(name)}-{recipe.init_steps or ''}-{digest[:12]}"
     if not run.has(*home, COST):
 
         def method(policy: Policy, prompts: Sequence[EncodedPrompt], advance: Callable[[int], None]) -> Theta:
@@ -173,7 +174,7 @@ def _examine(candidates: Sequence[Candidate], hall: Hall) -> None:
         run.write_json({"checkpoint_bytes": folder_bytes(hall.source.shards)}, DENSE, COST)
     for one in built:
         policy = hall.policy(one.scheme)
-        policy.freeze(Theta.load(run.file(*parts(one.name, THETA)), hall.device), keep_dequantized=True)
+        policy.freeze(Theta.load(run.file(*parts(one.name, THETA)), hall.device), keep="floats")
         if hall.items:
             _answer(hall, parts(one.name, ANSWERS), one.name, hall.questions, "Q")
         if hall.prompts:
@@ -189,17 +190,17 @@ def _examine_made(made: Made, hall: Hall) -> None:
     with hall.reporter.phase(f"Load {made.name}", total=1, unit="checkpoint") as bar:
         reader = load_reader(source, hall.dtype, hall.device, hall.source.eos())
         bar.advance()
-    dense, policy = hall.policy(), reader.as_policy()
+    dense = hall.policy()
     if reader.vocabulary != dense.vocabulary:
         raise OnPTQError(
             f"{made.folder} has {reader.vocabulary} output tokens, the dense model {dense.vocabulary}; "
             "expected a quantized version of the same model"
         )
     if hall.items:
-        _answer(hall, parts(made.name, ANSWERS), made.name, lambda: hall.ask(policy, f"Encode items {made.name}"), "Q")
+        _answer(hall, parts(made.name, ANSWERS), made.name, lambda: hall.ask(reader, f"Encode items {made.name}"), "Q")
     if hall.prompts:
-        encoded = hall.encode(policy, hall.prompts, f"Encode prompts {made.name}")
-        _follow(hall, made.name, hall.prefixes(), hall.batched(policy, encoded, 0))
+        encoded = hall.encode(reader, hall.prompts, f"Encode prompts {made.name}")
+        _follow(hall, made.name, hall.prefixes(), hall.batched(reader, encoded, 0))
     run.write_json({"checkpoint_bytes": folder_bytes(source.shards)}, *parts(made.name, COST))
 
 

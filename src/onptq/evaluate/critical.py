@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from onptq.bank import States, Trajectory, read_trajectories
-from onptq.evaluate.candidates import Built, Candidate, parse_candidates, slug
-from onptq.evaluate.hall import Hall
-from onptq.evaluate.kept import MARGINS, ROLLOUTS, STATES, THETA, parts
+from onptq.evaluate.candidates import Built, Candidate, folder_name, parse_candidates
 from onptq.evaluate.margins import joint_critical, margins_on
+from onptq.evaluate.session import Hall
+from onptq.evaluate.store import MARGINS, ROLLOUTS, STATES, THETA, parts
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 
@@ -44,7 +44,7 @@ def judge_critical(candidates: Sequence[Built], visitors: Mapping[str, Built], h
 
 
 def _bank(visitor: Built, rollouts: Sequence[Trajectory], hall: Hall) -> States:
-    home = ("critical", f"{slug(visitor.name)}.parquet")
+    home = ("critical", f"{folder_name(visitor.name)}.parquet")
     if not hall.run.has(*home):
         states = States.read(hall.run.file(*parts(visitor.name, STATES)))
         _speak_as(visitor, hall)
@@ -57,5 +57,5 @@ def _bank(visitor: Built, rollouts: Sequence[Trajectory], hall: Hall) -> States:
 
 def _speak_as(one: Built, hall: Hall) -> None:
     policy = hall.policy(one.scheme)
-    policy.freeze(Theta.load(hall.run.file(*parts(one.name, THETA)), hall.device), keep_dequantized=True)
+    policy.freeze(Theta.load(hall.run.file(*parts(one.name, THETA)), hall.device), keep="floats")
     hall.prefixes().forget("Q")

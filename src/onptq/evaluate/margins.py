@@ -14,7 +14,7 @@ import torch
 from onptq.bank import MISMATCH, NEAR_MISS, Column, States, Trajectory
 from onptq.cycle.branch import branch
 from onptq.cycle.compare import padded_responses, pair_margin, state_rows
-from onptq.cycle.prefixes import Prefixes
+from onptq.engine.prefixes import Prefixes
 
 HORIZON = 16  # tokens over which a consequence is measured here, whatever the calibration looks ahead
 TOP = 0.2  # share of all states that count as consequential
@@ -71,7 +71,7 @@ def margins_on(
 
     def read_batch(index: int) -> int:
         batch = candidate.batches[index]
-        hidden = candidate.follow(index, "Q", padded_responses(batch, by_prompt))[1]  # [B, T, d]
+        hidden = candidate.teacher_force(index, "Q", padded_responses(batch, by_prompt))[1]  # [B, T, d]
         for place, prompt in enumerate(batch.prompts):
             here = np.flatnonzero(bank.prompt == prompt.ordinal)
             for rows in np.split(here, range(size, len(here), size)):
@@ -83,6 +83,6 @@ def margins_on(
                 quant[rows] = margin.float().cpu().numpy()
         return len(batch.prompts)
 
-    for prompts in candidate.each(read_batch):
+    for prompts in candidate.map_batches(read_batch):
         advance(prompts)
     return Margins(bank.prompt, bank.t, bank.margin_dense, quant, bank.critical)

@@ -8,10 +8,6 @@ multiplied by the reciprocal of its step. Activations that are there already are
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
-import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
@@ -33,19 +29,6 @@ def token_codes(x: Tensor, bits: int = BITS) -> Tensor:
         shape = whole_rows(min(width, WIDEST), PER_WARP) | {"width": width}
         _tokens[(rows,)](x.contiguous(), *unpacked(packet, width), **shape, **token_grid(x, bits))
     return packet
-
-
-@cache
-def operator() -> Callable[[Tensor], Tensor]:
-    """The same, such that torch.compile need not look into it."""
-    schema = f"(Tensor x, int bits={BITS}) -> Tensor"
-    found = torch.library.custom_op("onptq::token_codes", token_codes, mutates_args=(), schema=schema)
-
-    @found.register_fake
-    def shape(x: Tensor, bits: int = BITS) -> Tensor:
-        return empty_packet(x.shape[0], x.shape[1], x)
-
-    return found
 
 
 @triton.jit

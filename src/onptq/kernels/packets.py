@@ -14,10 +14,6 @@ def empty_packet(rows: int, width: int, like: Tensor) -> Tensor:
     return like.new_empty(rows, (width + ROOM) // like.dtype.itemsize)
 
 
-def is_packet(x: Tensor, width: int) -> bool:
-    return x.shape[-1] * x.dtype.itemsize == width + ROOM
-
-
 def unpacked(packet: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Codes int8 [rows, width] and steps float32 [rows, 1], both where the packet has them: all codes, then all steps."""
     rows = packet.shape[0]

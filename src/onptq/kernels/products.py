@@ -1,4 +1,4 @@
-"""The product of a low-bit linear, `runtime.linear.scaled_product`: integers summed exactly, scaled before they leave."""
+"""The product of a low-bit linear, `quantizer.integers.scaled_product`: integers summed exactly, scaled before they leave."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
 from __future__ import annotations

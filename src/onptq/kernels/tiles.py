@@ -8,7 +8,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from onptq.quantizer.integer import code_range
+from onptq.quantizer.numerics import code_range
 
 TILE = 2048  # elements of a program's tile
 WIDEST = 1024  # columns of a tile

@@ -24,7 +24,7 @@ from onptq.kernels.rows import (
     rows_forward_kernel,
 )
 from onptq.kernels.tiles import WARPS, tiles
-from onptq.quantizer.integer import code_range
+from onptq.quantizer.numerics import code_range
 from onptq.quantizer.weights import OFF_TIE
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -17,7 +17,7 @@ from onptq.methods.searched import searched
 from onptq.methods.signround import signround
 from onptq.methods.smoothquant import smoothquant
 from onptq.models.encoding import EncodedPrompt
-from onptq.policy import Policy
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 

@@ -1,4 +1,4 @@
-"""Listening to what enters the linears while prompts pass through the decoder, and lending the policy to a method."""
+"""Listening to what enters the linears while prompts pass through the decoder."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from onptq.models.structure import LINEARS, NORMS, Block
-from onptq.policy import Policy
-from onptq.quantizer.modules import QuantLinear, QuantNorm
+from onptq.models.structure import Block
 from onptq.quantizer.theta import PAIRS
 
 
@@ -32,17 +30,3 @@ def listening(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def lent(policy: Policy) -> Iterator[None]:
-    """Inside, Q may be given any theta; afterwards it has the one it had before, or none."""
-    modules = [block.child(name) for block in policy.structure.blocks for name in (*NORMS, *LINEARS)]
-    wrapped = [module for module in modules if isinstance(module, QuantLinear | QuantNorm)]
-    before = [(module.live, module.folded) for module in wrapped]
-    try:
-        yield
-    finally:
-        for module, (live, folded) in zip(wrapped, before, strict=True):
-            module.release()
-            module.live, module.folded = live, folded  # type: ignore[assignment]

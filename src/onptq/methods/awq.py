@@ -18,8 +18,8 @@ from onptq.methods.layerwise import Stream, answer_prompts, open_streams, quanti
 from onptq.methods.linears import by_query_head, dense_weight, entering
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
-from onptq.policy import Policy
-from onptq.quantizer.theta import PAIR_INTO, PAIRS, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.policy import Policy
+from onptq.quantizer.theta import PAIR_INTO, PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import fake_quantize_weight, smoothed
 
 EXPONENTS = tuple(step / 20 for step in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
@@ -49,7 +49,7 @@ def awq(
                 theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, streams, seen)
             for name in CLIPPED if policy.scheme.quantizes_weights else ():
                 seen = [x[PAIR_INTO[name]][stream.real] for x, stream in zip(inputs, streams, strict=True)]
-                theta.ratio[block.path(name)] = _best_clips(policy, theta, block, name, torch.cat(seen))
+                theta.linears[block.path(name)] = Free(_best_clips(policy, theta, block, name, torch.cat(seen)))
             for stream in streams:
                 stream.advance(block)
             advance(1)
@@ -87,7 +87,7 @@ def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor
     log_in = log_scales_in(theta, block, name)
     weight = smoothed(dense_weight(block, name), log_in, log_scales_out(theta, block, name))
     multiplied, dense = entering(policy.scheme, log_in, x), x.float() / log_in.exp()
-    rows = zip(weight.split(ROWS), theta.ratio[block.path(name)].split(ROWS), strict=True)
+    rows = zip(weight.split(ROWS), theta.linears[block.path(name)].ratio.split(ROWS), strict=True)
     return torch.cat([_clip_rows(policy, part, full, multiplied, dense) for part, full in rows])
 
 

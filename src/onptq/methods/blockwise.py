@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onptq.bank import Trajectory
-from onptq.methods.activations import lent
 from onptq.methods.layerwise import Stream, answer_prompts
 from onptq.methods.linears import by_query_head
 from onptq.methods.smoothquant import ALPHA, migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import LINEARS, Block
-from onptq.policy import Policy
-from onptq.quantizer.theta import Theta, pair_key
+from onptq.quantizer.policy import Policy
+from onptq.quantizer.theta import Free, Theta, pair_key
 
 SMOOTHED = ("norm_qkv", "norm_gate_up", "v_o")
 STEPS = 1280  # of each block: the authors' 10 epochs of 128 prompts
@@ -47,7 +46,7 @@ def blockwise(
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     answered = answer_prompts(policy, prompts, responses)
     dense, quantized = ([Stream(policy, [one.sequence]) for one in answered] for _ in "DQ")
-    with lent(policy):
+    with policy.lent():
         policy.attach(theta)
         for block in policy.structure.blocks:
             with policy.speaking("D"):
@@ -108,11 +107,11 @@ class _Learner:
                 self._place(scales, clips)
                 self._consider(scales)
         self.theta.smoothing.update(self.best[0])
-        self.theta.ratio.update(self.best[1])
+        self.theta.linears.update({path: Free(ratio) for path, ratio in self.best[1].items()})
 
     def _place(self, scales: dict[str, Tensor], clips: dict[str, Tensor]) -> None:
         self.theta.smoothing.update({key: scale.log() for key, scale in scales.items()})
-        self.theta.ratio.update({path: F.logsigmoid(clip) for path, clip in clips.items()})
+        self.theta.linears.update({path: Free(F.logsigmoid(clip)) for path, clip in clips.items()})
 
     def _consider(self, smoothed: Iterable[str]) -> None:
         """Keep the block's share of theta if no other had a smaller error over all prompts."""
@@ -121,7 +120,7 @@ class _Learner:
             paths = map(self.block.path, LINEARS)
             self.best = (
                 {key: self.theta.smoothing[key] for key in smoothed},
-                {path: self.theta.ratio[path] for path in paths},
+                {path: self.theta.linears[path].ratio for path in paths},
             )
             self.least = error
 

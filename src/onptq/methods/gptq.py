@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
-from onptq.methods.activations import lent
 from onptq.methods.layerwise import IN_ORDER, Stream, answer_prompts, open_streams
 from onptq.methods.linears import dense_weight
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
-from onptq.policy import Policy
-from onptq.quantizer.integer import fake_quantize_activations, round_to_codes
-from onptq.quantizer.theta import PAIRS, Theta, log_scales_in, log_scales_out
+from onptq.quantizer.numerics import fake_quantize_activations, round_to_codes
+from onptq.quantizer.policy import Policy
+from onptq.quantizer.theta import PAIRS, Learned, Theta, log_scales_in, log_scales_out
 from onptq.quantizer.weights import smoothed, weight_grid
 
 DAMPING = 0.01
@@ -42,18 +41,18 @@ def gptq(
     """Responses are the dense model's own greedy ones unless they are given. `start` gives smoothing and step ratios (by default
     there is none, and the range is full); `act_order` takes the columns with the largest inputs first; `settled` leaves codes
     instead of offsets, a quarter of the bytes."""
-    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device) if start is None else start.clone()
-    theta.offset.clear()
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device) if start is None else start.freed()
     if not policy.scheme.quantizes_weights:
         return theta
     streams = open_streams(policy, [one.sequence for one in answer_prompts(policy, prompts, responses)])
-    with lent(policy), policy.speaking("Q"):
+    with policy.lent(), policy.speaking("Q"):
         policy.attach(theta)
         for block in policy.structure.blocks:
             for pair in IN_ORDER:
                 hessian = _hessian(policy, streams, block, pair)
                 for name in PAIRS[pair][1]:
-                    theta.offset[block.path(name)] = _offsets(policy, theta, block, name, hessian, act_order)
+                    offset = _offsets(policy, theta, block, name, hessian, act_order)
+                    theta.linears[block.path(name)] = Learned(theta.linears[block.path(name)].ratio, offset)
             if settled:
                 policy.settle_block(theta, block)
             for stream in streams:
@@ -78,7 +77,7 @@ def _hessian(policy: Policy, streams: Sequence[Stream], block: Block, pair: str)
 def _offsets(policy: Policy, theta: Theta, block: Block, name: str, hessian: Tensor, act_order: bool) -> Tensor:
     """Rounding offsets of a linear [O, I]. Rows that the greedy order serves worse than plain rounding keep the latter."""
     weight = smoothed(dense_weight(block, name), log_scales_in(theta, block, name), log_scales_out(theta, block, name))
-    ratio = theta.ratio[block.path(name)]
+    ratio = theta.linears[block.path(name)].ratio
     size = weight.shape[1] // ratio.shape[1]
     step, zero = weight_grid(weight.view(*ratio.shape, -1), ratio, policy.scheme, policy.storage)
     step, shift = (

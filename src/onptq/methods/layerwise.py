@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onptq.bank import Trajectory
-from onptq.cycle.follow import follow
-from onptq.cycle.prefixes import Prefixes, prompt_mask
+from onptq.engine.prefixes import Prefixes, prompt_mask
+from onptq.engine.rollout import greedy_rollouts
 from onptq.errors import OnPTQError
 from onptq.methods.activations import listening
 from onptq.methods.linears import rounded_weight
@@ -24,8 +24,8 @@ from onptq.models.attention import trusted_attention
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import TEXT
 from onptq.models.structure import Block
-from onptq.policy import Policy
-from onptq.quantizer.integer import fake_quantize_activations
+from onptq.quantizer.numerics import fake_quantize_activations
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIRS, Theta, log_scales_in
 
 RESPONSE_TOKENS = 64
@@ -58,7 +58,7 @@ def answer_prompts(
 ) -> list[Answered]:
     """The prompts with the given responses, or with the dense model's own greedy ones."""
     if responses is None:
-        responses = follow(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS), side="D")
+        responses = greedy_rollouts(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS), side="D")
     by_prompt = {response.prompt: response.tokens for response in responses}
     answered = []
     for prompt in prompts:

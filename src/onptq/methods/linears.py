@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from onptq.models.structure import Block
-from onptq.policy import Policy
-from onptq.quantizer.integer import fake_quantize_activations
+from onptq.quantizer.numerics import fake_quantize_activations
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.quantizer.weights import fake_quantize_weight
 from onptq.schemes import Scheme
@@ -21,7 +21,7 @@ def rounded_weight(
     policy: Policy, theta: Theta, block: Block, name: str, log_in: Tensor, log_out: Tensor | None = None
 ) -> Tensor:
     """The linear's weight [O, I], smoothed by these scales, on the grid of its step ratios."""
-    weight, ratio = dense_weight(block, name), theta.ratio[block.path(name)]
+    weight, ratio = dense_weight(block, name), theta.linears[block.path(name)].ratio
     return fake_quantize_weight(weight, log_in, log_out, ratio, None, policy.scheme, policy.storage, policy.dtype)
 
 

@@ -23,7 +23,7 @@ from onptq.methods.smoothquant import ALPHA, FLOOR, weight_maxima
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.family import AUDIO, IMAGE, TEXT
 from onptq.models.structure import Block
-from onptq.policy import Policy
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
 
 SMOOTHED = ("norm_qkv", "v_o", "norm_gate_up")

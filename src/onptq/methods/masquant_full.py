@@ -35,9 +35,9 @@ from onptq.methods.masquant import (
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.family import TEXT
 from onptq.models.structure import NORMS, Block
-from onptq.policy import Policy
-from onptq.quantizer.integer import fake_quantize_activations
 from onptq.quantizer.modules import QuantNorm
+from onptq.quantizer.numerics import fake_quantize_activations
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIR_INTO, PAIRS, Theta
 
 MEASURED_ON = {"norm_qkv": "q_proj", "v_o": "o_proj", "norm_gate_up": "up_proj"}  # the others copy its first scales
@@ -99,7 +99,11 @@ class ModalityQuantized:
                 stack.enter_context(replaced(block, stand))
             first = policy.structure.blocks[0].module
             stack.callback(first.register_forward_pre_hook(listen).remove)
-            yield
+            policy.switch.generation += 1
+            try:
+                yield
+            finally:
+                policy.switch.generation += 1
 
 
 def _media(prompt: EncodedPrompt) -> Iterator[tuple[Tensor, Tensor]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from onptq.bank import Trajectory
-from onptq.cycle.prefixes import whole_prompts
+from onptq.engine.prefixes import whole_prompts
 from onptq.errors import OnPTQError
 from onptq.methods.layerwise import (
     IN_ORDER,
@@ -36,7 +36,7 @@ from onptq.methods.linears import by_query_head
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import AUDIO, IMAGE, TEXT
 from onptq.models.structure import Block
-from onptq.policy import Policy
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
 
 GRID = tuple(step / 20 for step in range(20))

@@ -35,8 +35,8 @@ from onptq.methods.layerwise import (
 from onptq.methods.mbq import Case, best_smoothing
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
-from onptq.policy import Policy
-from onptq.quantizer.integer import fake_quantize_activations
+from onptq.quantizer.numerics import fake_quantize_activations
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
 
 POINTS = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from onptq.models.encoding import EncodedPrompt
-from onptq.policy import Policy
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
-from onptq.cycle.prefixes import whole_prompts
+from onptq.engine.prefixes import whole_prompts
 from onptq.methods.activations import listening
 from onptq.methods.layerwise import answer_prompts
 from onptq.methods.linears import by_query_head, dense_weight, entering, rounded_weight
 from onptq.methods.smoothquant import FLOOR, migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import Block
-from onptq.policy import Policy
-from onptq.quantizer.theta import PAIR_INTO, PAIRS, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.policy import Policy
+from onptq.quantizer.theta import PAIR_INTO, PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
 
 STRENGTHS = tuple(step / 10 for step in range(1, 10))  # alpha of s = amax(x)^alpha / amax(W)^(1 - alpha)
 RATIOS = tuple(1 - step / 20 for step in range(1, 11))  # 0.95 down to 0.5
@@ -50,7 +50,7 @@ def search_on(
             theta.smoothing[pair_key(block, pair)] = _best_smoothing(policy, theta, block, pair, seen)
         for _, consumers in PAIRS.values():
             for name in consumers:
-                theta.ratio[block.path(name)] = _best_ratio(policy, theta, block, name, seen)
+                theta.linears[block.path(name)] = Free(_best_ratio(policy, theta, block, name, seen))
         advance(1)
     return theta
 
@@ -102,12 +102,13 @@ def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, seen: dic
     out = x @ dense_weight(block, name).T
     if log_out is not None:
         out = out * log_out.neg().exp()
-    full = theta.ratio[path]
+    full = theta.linears[path].ratio
     best, least = full, torch.full((len(full),), torch.inf, device=full.device)
     for ratio in (1.0, *RATIOS):
-        theta.ratio[path] = torch.full_like(full, ratio).log()
+        log_ratio = torch.full_like(full, ratio).log()
+        theta.linears[path] = Free(log_ratio)
         emitted = multiplied @ rounded_weight(policy, theta, block, name, log_in, log_out).T
         error = (emitted - out).float().square().sum(0)
         better = error < least
-        best, least = torch.where(better[:, None], theta.ratio[path], best), torch.where(better, error, least)
+        best, least = torch.where(better[:, None], log_ratio, best), torch.where(better, error, least)
     return best

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from onptq.bank import Trajectory
-from onptq.cycle.follow import follow
-from onptq.cycle.prefixes import Prefixes
+from onptq.engine.prefixes import Prefixes
+from onptq.engine.rollout import greedy_rollouts
 from onptq.methods.layerwise import RESPONSE_TOKENS
 from onptq.methods.search import search
 from onptq.models.encoding import EncodedPrompt
-from onptq.policy import Policy
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 
 
@@ -27,7 +27,7 @@ def searched(rounding: Callable[..., Theta]) -> Callable[..., Theta]:
         **options: Any,
     ) -> Theta:
         if responses is None:
-            responses = follow(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS), side="D")
+            responses = greedy_rollouts(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS), side="D")
         grid = search(policy, prompts, responses=responses)
         return rounding(policy, prompts, advance, responses=responses, start=grid, **options)
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from onptq import kernels
 from onptq.bank import Trajectory
-from onptq.methods.activations import lent
 from onptq.methods.layerwise import Stream, answer_prompts
+from onptq.methods.linears import dense_weight
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import LINEARS, Block
-from onptq.policy import Policy
-from onptq.quantizer.theta import OFFSET_RANGE, RATIO_RANGE, Theta
+from onptq.quantizer.policy import Policy
+from onptq.quantizer.theta import OFFSET_RANGE, RATIO_RANGE, Learned, Theta
 
 STEPS = 200  # of each block
 BATCH = 8  # prompts a step
@@ -42,13 +42,12 @@ def signround(
 ) -> Theta:
     """Responses are the dense model's own greedy ones unless they are given. `start` gives smoothing and step ratios; by default
     there is no smoothing, and the range is full. `settled` leaves codes instead of offsets, a quarter of the bytes."""
-    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device) if start is None else start.clone()
-    theta.offset.clear()
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device) if start is None else start.freed()
     if not policy.scheme.quantizes_weights:
         return theta
     sequences = [one.sequence for one in answer_prompts(policy, prompts, responses)]
     dense, quantized = (_streams(policy, sequences) for _ in "DQ")
-    with lent(policy):
+    with policy.lent():
         policy.attach(theta)
         for block in policy.structure.blocks:
             with policy.speaking("D"):
@@ -82,15 +81,16 @@ class _Learner:
         self.theta, self.streams, self.targets, self.block = theta, streams, targets, block
         self.paths = [block.path(name) for name in LINEARS]
         self.tokens = sum(int(stream.real.sum()) for stream in streams)
-        self.least, self.best = math.inf, (dict[str, Tensor](), dict[str, Tensor]())  # offsets, ratios
+        self.least, self.best = math.inf, Theta()
 
     def learn(self, steps: int) -> None:
         self._consider()
+        linears = []
         for name, path in zip(LINEARS, self.paths, strict=True):
-            weight: Tensor = self.block.child(name).weight  # type: ignore[assignment]
-            self.theta.offset[path] = torch.zeros(weight.shape, device=weight.device)
-            self.theta.ratio[path] = self.theta.ratio[path].clone()
-        learned = [part[path] for part in (self.theta.offset, self.theta.ratio) for path in self.paths]
+            weight, ratio = dense_weight(self.block, name), self.theta.linears[path].ratio
+            linears.append(Learned(ratio.clone(), torch.zeros(weight.shape, device=weight.device)))
+        self.theta.linears.update(zip(self.paths, linears, strict=True))
+        learned = [linear.offset for linear in linears] + [linear.ratio for linear in linears]
         considered = looks(steps)
         order = torch.Generator().manual_seed(self.block.index)
         for step in range(steps):
@@ -99,10 +99,7 @@ class _Learner:
             self._descend(learned, queue.pop(), (1 - step / steps) / steps)
             if step + 1 in considered:
                 self._consider()
-        for path in self.paths:
-            self.theta.ratio[path] = self.best[1][path]
-            self.theta.offset.pop(path)
-        self.theta.offset.update(self.best[0])
+        self.theta.linears.update(self.best.linears)
 
     def _descend(self, learned: Sequence[Tensor], index: int, rate: float) -> None:
         for parameter in learned:
@@ -118,11 +115,8 @@ class _Learner:
         errors = torch.stack([self._error(index) for index in range(len(self.streams))])
         error = float(errors.double().sum()) / self.tokens
         if error < self.least:
-            kept = [{path: part[path].clone() for path in self.paths if path in part} for part in self._parts()]
-            self.least, self.best = error, (kept[0], kept[1])
-
-    def _parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        return self.theta.offset, self.theta.ratio
+            self.least = error
+            self.best = Theta(linears={path: self.theta.linears[path] for path in self.paths}).clone()
 
     def _error(self, index: int) -> Tensor:
         stream = self.streams[index]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onptq.cycle.prefixes import whole_prompts
+from onptq.engine.prefixes import whole_prompts
 from onptq.methods.activations import listening
 from onptq.methods.linears import by_query_head, dense_weight
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import Block
-from onptq.policy import Policy
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIRS, Theta, pair_key
 
 ALPHA = 0.5

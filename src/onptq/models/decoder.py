@@ -158,6 +158,8 @@ class _HeadProduct(torch.autograd.Function):
 def head_logits(structure: Structure, hidden: Tensor) -> Tensor:
     """Final norm and output head, [..., d] to fp32 [..., V]: margins are finer than bf16's grid at 20 to 30."""
     hidden = structure.decoder.norm(hidden)  # type: ignore[operator]
+    if not structure.has_plain_head:
+        return structure.head(hidden).float()  # type: ignore[no-any-return]
     rows = hidden.reshape(-1, hidden.shape[-1])
     logits: Tensor = _HeadProduct.apply(rows, structure.head.weight)  # type: ignore[no-untyped-call]
     if structure.head.bias is not None:

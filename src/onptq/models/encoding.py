@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onptq.data.prompts import Prompt
 from onptq.models.attention import trusted_attention
 from onptq.models.family import TEXT
-from onptq.models.processing import ModelInputs, PromptProcessor
+from onptq.models.language_model import LanguageModel
+from onptq.models.processing import ModelInputs
 from onptq.models.structure import Structure
 from onptq.models.windows import windows_at_once
 
 CHUNK_PROMPTS = 32  # encoded in one forward
 CHUNK_ROWS = 8192  # tokens, patches and audio frames in one forward
-Asked = tuple[Mapping[str, Tensor], Tensor, int]  # inputs, modality, ordinal
+Numbered = tuple[ModelInputs, int]  # with its ordinal
 
 
 @dataclass(frozen=True)
@@ -56,39 +57,43 @@ class EncodedPrompt:
         )
 
 
-class _AtTheDoor(Exception):
-    """Unwinds the model's forward once its decoder has been handed everything it needs."""
+class _DecoderReached(Exception):
+    """Unwinds the model's forward once its decoder is called."""
 
 
 def encode(
-    model: nn.Module, structure: Structure, inputs: Mapping[str, Tensor], modality: Tensor, ordinal: int
-) -> EncodedPrompt:
-    return encode_many(model, structure, [inputs], [modality], [ordinal])[0]
-
-
-def encode_many(
-    model: nn.Module,
-    structure: Structure,
-    inputs: Sequence[Mapping[str, Tensor]],
-    modalities: Sequence[Tensor],
-    ordinals: Sequence[int],
+    model: LanguageModel,
+    inputs: Iterable[ModelInputs],
+    ordinals: Iterable[int] | None = None,
+    advance: Callable[[int], None] = lambda prompts: None,
 ) -> list[EncodedPrompt]:
-    """Prompts in the order given, one forward for all that come with the same kinds of input."""
+    """The prompts in the order given, encoded by D in chunks that bound memory. By default they are numbered from zero."""
+    encoded: list[EncodedPrompt] = []
+    numbers = count() if ordinals is None else iter(ordinals)
+    with model.speaking("D"):
+        for chunk in _chunks(inputs):
+            encoded += _encode_chunk(model, [(one, next(numbers)) for one in chunk])
+            advance(len(chunk))
+    return encoded
+
+
+def _encode_chunk(model: LanguageModel, chunk: Sequence[Numbered]) -> list[EncodedPrompt]:
+    """One forward for all prompts that have the same kinds of input."""
     alike: dict[frozenset[str], list[int]] = {}
-    for index, one in enumerate(inputs):
-        alike.setdefault(frozenset(one), []).append(index)
+    for index, (inputs, _) in enumerate(chunk):
+        alike.setdefault(frozenset(inputs.tensors), []).append(index)
     encoded: dict[int, EncodedPrompt] = {}
-    for chosen in alike.values():
-        asked = [(inputs[index], modalities[index], ordinals[index]) for index in chosen]
-        encoded.update(zip(chosen, _encode_alike(model, structure, asked), strict=True))
-    return [encoded[index] for index in range(len(inputs))]
+    for indices in alike.values():
+        prompts = _encode_alike(model.model, model.structure, [chunk[index] for index in indices])
+        encoded.update(zip(indices, prompts, strict=True))
+    return [encoded[index] for index in range(len(chunk))]
 
 
 @torch.no_grad()
-def _encode_alike(model: nn.Module, structure: Structure, asked: Sequence[Asked]) -> list[EncodedPrompt]:
+def _encode_alike(model: nn.Module, structure: Structure, prompts: Sequence[Numbered]) -> list[EncodedPrompt]:
     device = structure.embedding.weight.device
-    tensors = {name: tensor.to(device) for name, tensor in _side_by_side(asked).items()}
-    handed = _at_the_door(model, structure, tensors)
+    tensors = {name: tensor.to(device) for name, tensor in _side_by_side([inputs for inputs, _ in prompts]).items()}
+    handed = _decoder_arguments(model, structure, tensors)
     embeds = handed.get("inputs_embeds")
     if embeds is None:
         embeds = structure.embedding(tensors["input_ids"])
@@ -96,8 +101,8 @@ def _encode_alike(model: nn.Module, structure: Structure, asked: Sequence[Asked]
     features, seen = handed.get("deepstack_visual_embeds"), handed.get("visual_pos_masks")
     stacked = None if not features else torch.stack([feature.to(embeds.dtype) for feature in features])
     encoded, taken = [], 0
-    for row, (inputs, modality, ordinal) in enumerate(asked):
-        length, deepstack, at = inputs["input_ids"].shape[1], None, None
+    for row, (inputs, ordinal) in enumerate(prompts):
+        length, deepstack, at = inputs.length, None, None
         if stacked is not None and seen is not None:
             at = seen[row].nonzero()[:, 0]
             deepstack = stacked[:, taken : taken + len(at)].clone()
@@ -107,7 +112,7 @@ def _encode_alike(model: nn.Module, structure: Structure, asked: Sequence[Asked]
             ids=tensors["input_ids"][row, :length].clone(),  # clones, lest a prompt keep its neighbours' memory
             embeds=embeds[row, :length].clone(),
             positions=positions[:, row, :length].clone(),
-            modality=modality.to(device),
+            modality=inputs.modality.to(device),
             deepstack=deepstack,
             deepstack_at=at,
         )
@@ -115,29 +120,29 @@ def _encode_alike(model: nn.Module, structure: Structure, asked: Sequence[Asked]
     return encoded
 
 
-def _side_by_side(asked: Sequence[Asked]) -> dict[str, Tensor]:
-    """One batch: rows, pictures and sounds one after another, tokens and frames padded on the right."""
+def _side_by_side(prompts: Sequence[ModelInputs]) -> dict[str, Tensor]:
+    """One batch: rows, images and audio one after another, tokens and frames padded on the right."""
     joined = {}
-    for name in asked[0][0]:
-        width = max(inputs[name].shape[-1] for inputs, _, _ in asked)
+    for name in prompts[0].tensors:
+        width = max(inputs.tensors[name].shape[-1] for inputs in prompts)
         padded = []
-        for inputs, modality, _ in asked:
-            tensor = inputs[name]
+        for inputs in prompts:
+            tensor = inputs.tensors[name]
             missing, filler = width - tensor.shape[-1], 0
             if missing and name == "input_ids":  # models look for placeholders in the padding, too: it is made of text
-                filler = int(tensor[0, modality == TEXT][0])
+                filler = int(tensor[0, inputs.modality == TEXT][0])
             padded.append(functional.pad(tensor, (0, missing), value=filler))
         joined[name] = torch.cat(padded)
     return joined
 
 
-def _at_the_door(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Run the checkpoint's own forward up to the decoder's door: transformers merges the features and derives positions."""
+def _decoder_arguments(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The arguments that the checkpoint's own forward calls its decoder with: features merged, positions derived."""
     handed: dict[str, Any] = {}
 
     def listen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handed.update(kwargs)
-        raise _AtTheDoor
+        raise _DecoderReached
 
     _forget_positions(model)
     hook = structure.decoder.register_forward_pre_hook(listen, with_kwargs=True)
@@ -145,7 +150,7 @@ def _at_the_door(model: nn.Module, structure: Structure, tensors: Mapping[str, T
     try:
         with trusted_attention(), at_once:
             model(**tensors, use_cache=False)
-    except _AtTheDoor:
+    except _DecoderReached:
         pass
     finally:
         hook.remove()
@@ -153,42 +158,8 @@ def _at_the_door(model: nn.Module, structure: Structure, tensors: Mapping[str, T
     return handed
 
 
-class Speaker(Protocol):
-    """A policy, or a checkpoint that answers like one."""
-
-    model: nn.Module
-    structure: Structure
-
-    def speaking(self, side: Literal["D", "Q"]) -> AbstractContextManager[None]: ...
-
-
-def encode_prompts(
-    speaker: Speaker,
-    processor: PromptProcessor,
-    prompts: Sequence[Prompt],
-    max_new: Sequence[int],
-    ordinals: Sequence[int],
-    advance: Callable[[int], None],
-) -> list[EncodedPrompt]:
-    """Prompts whose responses may take `max_new` tokens each, processed ahead and encoded chunk by chunk."""
-
-    def process() -> Iterator[ModelInputs]:
-        for prompt, most, inputs in zip(prompts, max_new, processor.ahead(prompts), strict=True):
-            processor.check_length(prompt, inputs.length, most)
-            yield inputs
-
-    encoded: list[EncodedPrompt] = []
-    with speaker.speaking("D"):
-        for chunk in chunked(process()):
-            numbers = ordinals[len(encoded) : len(encoded) + len(chunk)]
-            tensors, modalities = [one.tensors for one in chunk], [one.modality for one in chunk]
-            encoded += encode_many(speaker.model, speaker.structure, tensors, modalities, numbers)
-            advance(len(chunk))
-    return encoded
-
-
-def chunked(inputs: Iterable[ModelInputs]) -> Iterator[list[ModelInputs]]:
-    """As many prompts as CHUNK_PROMPTS and CHUNK_ROWS allow, but at least one: memory stays bounded for big pictures."""
+def _chunks(inputs: Iterable[ModelInputs]) -> Iterator[list[ModelInputs]]:
+    """As many prompts as CHUNK_PROMPTS and CHUNK_ROWS allow, but at least one: memory stays bounded for big images."""
     chunk: list[ModelInputs] = []
     tokens = media = 0  # of the longest prompt, and of all
     for one in inputs:

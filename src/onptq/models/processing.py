@@ -6,7 +6,6 @@ differently. Tokenizer, PIL image processor and Whisper feature extractor give t
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections import deque
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from onptq.data.audio import read_audio
+from onptq.data.media import read_image
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 from onptq.models.family import AUDIO, IMAGE, TEXT, Family, text_config, thinker_config
@@ -80,8 +80,16 @@ class PromptProcessor:
     def __call__(self, prompt: Prompt) -> ModelInputs:
         return self._assembled(prompt, self._perceived(prompt))
 
-    def ahead(self, prompts: Iterable[Prompt]) -> Iterator[ModelInputs]:
-        """One prompt after another; pictures and sounds of the next ones are read meanwhile, outside Python's lock."""
+    def ahead(self, prompts: Sequence[Prompt], max_new: Sequence[int] | int = 0) -> Iterator[ModelInputs]:
+        """The inputs of one prompt after another, while images and audio of the next ones are read in threads.
+
+        A prompt that has no room for its `max_new` response tokens in the model's context is refused."""
+        limits = [max_new] * len(prompts) if isinstance(max_new, int) else max_new
+        for prompt, limit, inputs in zip(prompts, limits, self._ahead(prompts), strict=True):
+            self.check_length(prompt, inputs.length, limit)
+            yield inputs
+
+    def _ahead(self, prompts: Iterable[Prompt]) -> Iterator[ModelInputs]:
         with ThreadPoolExecutor(THREADS) as pool:
             waiting: deque[tuple[Prompt, Future[Perceived]]] = deque()
             for prompt in prompts:
@@ -110,10 +118,14 @@ class PromptProcessor:
         """Refuse a prompt whose `length` tokens and `max_new` more do not fit into the model's context."""
         if self.context is not None and length + max_new > self.context:
             raise OnPTQError(
-                f"prompt {prompt.id!r} is {length} tokens long and its response may take {max_new}: together more than "
+                f"{prompt} is {length} tokens long and its response may take {max_new}: together more than "
                 f"the model's context of {self.context} (max_position_embeddings); expected a shorter prompt, smaller "
                 "pictures or a shorter response"
             )
+
+    def check(self, prompt: Prompt, max_new: int) -> None:
+        """Refuse a prompt that the model cannot be given."""
+        self.check_length(prompt, self(prompt).length, max_new)
 
     def _see(self, prompt: Prompt) -> Read:
         if not prompt.images:
@@ -126,15 +138,10 @@ class PromptProcessor:
         return {"pixel_values": torch.cat([one["pixel_values"] for one in seen]), "image_grid_thw": grids}, counts
 
     def _patches(self, prompt: Prompt, media: Media) -> Mapping[str, Tensor]:
-        from PIL import Image, ImageOps
-
         name = _name(prompt, "picture", media)
+        data = _read(name, media)
         try:
-            with Image.open(io.BytesIO(_read(name, media))) as file:
-                picture = ImageOps.exif_transpose(file).convert("RGB")
-            patches: Mapping[str, Tensor] = self.image_processor(images=[picture], return_tensors="pt")
-        except OnPTQError:
-            raise
+            patches: Mapping[str, Tensor] = self.image_processor(images=[read_image(data)], return_tensors="pt")
         except Exception as error:  # Pillow's decoders raise errors of every kind on broken files
             raise OnPTQError(f"{name} cannot be read as a picture: {error}") from error
         return patches
@@ -162,18 +169,15 @@ class PromptProcessor:
 
     def _waveform(self, prompt: Prompt, media: Media) -> Any:
         name, extractor = _name(prompt, "sound", media), self.feature_extractor
-        wave = read_audio(_read(name, media), name, extractor.sampling_rate)
-        if len(wave) > extractor.n_samples:
-            seconds, limit = len(wave) / extractor.sampling_rate, extractor.n_samples / extractor.sampling_rate
-            raise OnPTQError(f"{name} lasts {seconds:.1f} s; expected at most {limit:g} s, the longest the model takes")
-        return wave
+        rate = extractor.sampling_rate
+        return read_audio(_read(name, media), name, rate, longest=extractor.n_samples / rate)
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         text = _plain_text(prompt) if self.template is None else self._render(prompt)
         # A template writes the beginning-of-text token itself.
         ids: list[int] = self.tokenizer(text, add_special_tokens=self.template is None, verbose=False)["input_ids"]
         if not ids:
-            raise OnPTQError(f"prompt {prompt.id!r} is empty; expected at least one token")
+            raise OnPTQError(f"{prompt} is empty; expected at least one token")
         return ids
 
     def _render(self, prompt: Prompt) -> str:
@@ -184,7 +188,7 @@ class PromptProcessor:
         try:
             text: str = self.tokenizer.apply_chat_template(messages, chat_template=self.template, **options)
         except Exception as error:  # a template is a program of the checkpoint's author and may raise anything
-            raise OnPTQError(f"prompt {prompt.id!r}: the chat template refuses its messages: {error}") from error
+            raise OnPTQError(f"{prompt}: the chat template refuses its messages: {error}") from error
         return text
 
     def _expand(self, prompt: Prompt, ids: list[int], counts: Mapping[int, list[int]]) -> Tensor:
@@ -195,7 +199,7 @@ class PromptProcessor:
             if found != expected:
                 token = self.tokenizer.convert_ids_to_tokens(placeholder)
                 raise OnPTQError(
-                    f"prompt {prompt.id!r}: its text has {found} {token} placeholders for {expected} "
+                    f"{prompt}: its text has {found} {token} placeholders for {expected} "
                     f"{'pictures' if kind == IMAGE else 'sounds'}; expected one for each, written by the chat template"
                 )
         left = {kind: iter(each) for kind, each in counts.items()}
@@ -249,7 +253,7 @@ def _placeholder_ids(family: Family, tokenizer: Any, config: Mapping[str, Any]) 
 
 def _plain_text(prompt: Prompt) -> str:
     if prompt.images or prompt.audios:
-        raise OnPTQError(f"prompt {prompt.id!r} has pictures or sounds: they need a chat template, this model has none")
+        raise OnPTQError(f"{prompt} has pictures or sounds: they need a chat template, this model has none")
     return "\n".join(_joined(message) for message in prompt.messages)
 
 
@@ -260,7 +264,7 @@ def _joined(message: Mapping[str, Any]) -> str:
 
 
 def _name(prompt: Prompt, what: str, media: Media) -> str:
-    return f"prompt {prompt.id!r}: {what} {media.path or media.sha256[:12]}"
+    return f"{prompt}: {what} {media.path or media.sha256[:12]}"
 
 
 def _read(name: str, media: Media) -> bytes:
@@ -272,4 +276,4 @@ def _read(name: str, media: Media) -> bytes:
 
 def _unsupported(prompt: Prompt, what: str, family: Family) -> OnPTQError:
     takes = ", ".join(sorted(family.modalities))
-    return OnPTQError(f"prompt {prompt.id!r} has {what}, but a {family.name} model takes only: {takes}")
+    return OnPTQError(f"{prompt} has {what}, but a {family.name} model takes only: {takes}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -55,14 +56,21 @@ class Structure:
     head: nn.Linear
 
     @property
+    def has_plain_head(self) -> bool:
+        """Whether the head multiplies with its weight as it is; one of another quantizer may not."""
+        return type(self.head) is nn.Linear and getattr(self.head, "quantization_scheme", None) is None
+
+    @property
     def embedding(self) -> nn.Embedding:
         embedding: nn.Embedding = self.decoder.embed_tokens  # type: ignore[assignment]
         return embedding
 
 
-def find_structure(model: nn.Module) -> Structure:
-    """The one module with token embeddings, rotary table, final norm and layers of seven linears; and the model's head."""
-    decoders = [module for module in model.modules() if _is_decoder(module)]
+def find_structure(model: nn.Module, *, linears: type[nn.Module] = nn.Linear) -> Structure:
+    """The one module with token embeddings, rotary table, final norm and layers of seven linears; and the model's head.
+
+    `linears` is the type that linears and head must have: `nn.Module` admits packed ones of any quantizer."""
+    decoders = [module for module in model.modules() if _is_decoder(module, linears)]
     if len(decoders) != 1:
         raise OnPTQError(
             f"{type(model).__name__} has {len(decoders)} language models with q/k/v/o and gate/up/down linears in every layer; "
@@ -70,26 +78,27 @@ def find_structure(model: nn.Module) -> Structure:
         )
     decoder = decoders[0]
     head = model.get_output_embeddings()  # type: ignore[operator]
-    if not isinstance(head, nn.Linear):
+    if not isinstance(head, linears):
         raise OnPTQError(f"{type(model).__name__} has no linear output head; expected an autoregressive language model")
-    return Structure(decoder, tuple(_blocks(decoder)), head)
+    return Structure(decoder, tuple(_blocks(decoder)), head)  # type: ignore[arg-type]
 
 
-def _is_decoder(module: nn.Module) -> bool:
+def _is_decoder(module: nn.Module, linears: type[nn.Module]) -> bool:
     if not all(hasattr(module, name) for name in ("embed_tokens", "rotary_emb", "norm", "layers")):
         return False
     layers = module.layers
-    return isinstance(layers, nn.ModuleList) and len(layers) > 0 and all(_is_block(layer) for layer in layers)
+    return isinstance(layers, nn.ModuleList) and len(layers) > 0 and all(_is_block(layer, linears) for layer in layers)
 
 
-def _is_block(layer: nn.Module) -> bool:
-    linears = all(
-        isinstance(getattr(getattr(layer, parent, None), name, None), nn.Linear) for parent, name in LINEARS.values()
+def _is_block(layer: nn.Module, linears: type[nn.Module]) -> bool:
+    seven = all(
+        isinstance(getattr(getattr(layer, parent, None), name, None), linears) for parent, name in LINEARS.values()
     )
-    return linears and all(hasattr(getattr(layer, norm, None), "weight") for norm in NORMS)
+    return seven and all(hasattr(getattr(layer, norm, None), "weight") for norm in NORMS)
 
 
 def _blocks(decoder: nn.Module) -> Iterator[Block]:
+    config: Any = decoder.config
     for index, layer in enumerate(decoder.layers):  # type: ignore[arg-type]
         attention = layer.self_attn
         if getattr(attention, "sliding_window", None):
@@ -97,11 +106,4 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
                 f"layer {index} uses sliding-window attention ({attention.sliding_window} tokens); "
                 "only full attention is supported, set use_sliding_window to false if the model allows it"
             )
-        head_dim = attention.head_dim
-        yield Block(
-            index,
-            layer,
-            heads=attention.q_proj.out_features // head_dim,
-            kv_heads=attention.v_proj.out_features // head_dim,
-            head_dim=head_dim,
-        )
+        yield Block(index, layer, config.num_attention_heads, config.num_key_value_heads, attention.head_dim)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from onptq.checkpoint.write import storage_format
 from onptq.cycle.branch import ROW_TOKENS, TREE_TOKENS
-from onptq.export.compressed import storage_format
 from onptq.methods.layerwise import RESPONSE_TOKENS
 from onptq.methods.search import RATIOS, SAMPLE_TOKENS, STRENGTHS
 from onptq.plan.machine import Machine

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from onptq.cycle.room import free_memory
-from onptq.models.loading import choose_device, choose_dtype
+from onptq.checkpoint.source import choose_device, choose_dtype
+from onptq.engine.memory import free_memory, host_free
 from onptq.recipe import ComputeConfig
 
 PROBE_SECONDS = 0.12  # for each of the four rates
@@ -52,23 +52,9 @@ def describe_machine(compute: ComputeConfig, span: int, files: Sequence[Path]) -
         free = free_memory(device)
         name = torch.cuda.get_device_name(device)
         return Machine(str(device), name, dtype, free, host, free, *rates)
-    unused = free_memory(device)
     threads = torch.get_num_threads()
     name = f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
-    return Machine("cpu", name, dtype, host, host, min(unused, host), *rates)
-
-
-def host_free() -> int:
-    """What the host can still give, which inside a container may be less than the kernel says."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
-        free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
-    return free
+    return Machine("cpu", name, dtype, host, host, host, *rates)
 
 
 def disk_free(folder: Path) -> int:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from onptq.cycle.branch import ROW_TOKENS, TREE_TOKENS
 from onptq.cycle.compare import LOGIT_BYTES
-from onptq.cycle.room import Keep
-from onptq.job import SHARE_OF_FREE, keep_of_q
+from onptq.engine.budget import Held
 from onptq.methods import ROUNDING
 from onptq.methods.search import SAMPLE_TOKENS
+from onptq.pipeline import SHARE_OF_FREE, keep_of_q
 from onptq.plan.parts import Shapes
 from onptq.plan.work import Work
 from onptq.recipe import Recipe
@@ -33,7 +33,7 @@ class Kept:
 
     prefixes: int  # bytes, for calibration and held-out prompts each
     targets: int
-    weights: Keep  # of Q
+    weights: Held  # of Q
 
     @classmethod
     def of(cls, free: int, floats: int, codes: int, recipe: Recipe, on_gpu: bool) -> Kept:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onptq.checkpoint.catalogs import did_you_mean, is_cataloged
+from onptq.checkpoint.companions import companion_bytes
+from onptq.checkpoint.folder import DENSE, Checkpoint, StoredTensor, open_source
+from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches
+from onptq.checkpoint.source import Source, find_source
+from onptq.checkpoint.write import HEAD, output_bytes
 from onptq.errors import OnPTQError
-from onptq.export.checkpoint import DTYPES, Decoder, SourceCheckpoint, StoredTensor, find_decoder, matches, open_source
-from onptq.export.compressed import HEAD, output_bytes
-from onptq.export.folder import companion_bytes
-from onptq.export.shapes import disagreements
 from onptq.models.family import Family, text_config, thinker_config
-from onptq.models.loading import CATALOGED, Source, find_source
 from onptq.schemes import Scheme
-from onptq.zoo.catalog import did_you_mean
 
 LINEARS, EMBEDDINGS, VISION, AUDIO, OTHER_MODELS, OTHER = (
     "decoder linears",
@@ -82,7 +82,7 @@ class Parts:
 
 def locate(model: str | Path) -> Source:
     """The checkpoint, if it is on this machine: planning never uses the network."""
-    if str(model).startswith(CATALOGED) or Path(model).is_dir():
+    if is_cataloged(str(model)) or Path(model).is_dir():
         return find_source(model)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -127,7 +127,7 @@ def find_parts(source: Source, scheme: Scheme) -> Parts:
     )
 
 
-def _by_part(checkpoint: SourceCheckpoint, decoder: Decoder, family: Family) -> dict[str, dict[str, StoredTensor]]:
+def _by_part(checkpoint: Checkpoint, decoder: Decoder, family: Family) -> dict[str, dict[str, StoredTensor]]:
     linears = {decoder.prefix + name for name in decoder.linears}
     grouped: dict[str, dict[str, StoredTensor]] = {
         name: {} for name in (LINEARS, EMBEDDINGS, VISION, AUDIO, OTHER_MODELS, OTHER)
@@ -151,7 +151,7 @@ def _by_part(checkpoint: SourceCheckpoint, decoder: Decoder, family: Family) -> 
 
 
 def _shapes(
-    checkpoint: SourceCheckpoint,
+    checkpoint: Checkpoint,
     decoder: Decoder,
     scheme: Scheme,
     grouped: Mapping[str, Mapping[str, StoredTensor]],
@@ -187,7 +187,7 @@ def _shapes(
     )
 
 
-def _storage(checkpoint: SourceCheckpoint, decoder: Decoder) -> str:
+def _storage(checkpoint: Checkpoint, decoder: Decoder) -> str:
     sizes: dict[str, int] = {}
     for name in decoder.linears:
         weight = checkpoint.tensors[f"{decoder.prefix}{name}.weight"]
@@ -195,7 +195,7 @@ def _storage(checkpoint: SourceCheckpoint, decoder: Decoder) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _unmatched(checkpoint: SourceCheckpoint, family: Family) -> Iterable[str]:
+def _unmatched(checkpoint: Checkpoint, family: Family) -> Iterable[str]:
     """Patterns of other models are left out where the checkpoint has none of them, as the exporter leaves them out."""
     others = dict(zip(family.other_models, family.ignore[len(family.ignore) - len(family.other_models) :], strict=True))
     absent = {
@@ -207,16 +207,16 @@ def _unmatched(checkpoint: SourceCheckpoint, family: Family) -> Iterable[str]:
             yield pattern
 
 
-def _problems(checkpoint: SourceCheckpoint, decoder: Decoder, scheme: Scheme) -> Iterable[str]:
+def _problems(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> Iterable[str]:
     if not scheme.quantizes_weights:
         yield f"scheme {scheme} leaves the weights in 16 bits: there is nothing to write; expected W2 to W8"
     weights = [
         (decoder.prefix + name, checkpoint.tensors[f"{decoder.prefix}{name}.weight"]) for name in decoder.linears
     ]
-    odd = [(name, weight) for name, weight in weights if weight.dtype not in DTYPES]
+    odd = [(name, weight) for name, weight in weights if weight.dtype not in DENSE]
     if odd:
         name, weight = odd[0]
-        yield f"{name} ({len(odd)} such) is stored as {weight.dtype}; expected a dense checkpoint: {', '.join(DTYPES)}"
+        yield f"{name} ({len(odd)} such) is stored as {weight.dtype}; expected a dense checkpoint: {', '.join(DENSE)}"
     size = scheme.group_size
     uneven = [(name, weight.shape[1]) for name, weight in weights if size and weight.shape[1] % size]
     if uneven:

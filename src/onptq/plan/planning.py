@@ -8,15 +8,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from onptq.checkpoint.folder import DENSE, DTYPES
+from onptq.checkpoint.serving import Served, serving
+from onptq.checkpoint.source import Source
 from onptq.errors import OnPTQError
-from onptq.export.checkpoint import DTYPES
-from onptq.models.loading import Source
 from onptq.models.processing import context_length
 from onptq.plan.cost import Cost
 from onptq.plan.machine import Machine, describe_machine, disk_free
 from onptq.plan.memory import Kept, Memory, Terms
 from onptq.plan.parts import Parts, find_parts, locate
-from onptq.plan.serving import Served, serving
 from onptq.plan.work import CANDIDATES, Work, work_of
 from onptq.recipe import Recipe
 from onptq.schemes import Scheme
@@ -108,7 +108,7 @@ def make_plan(
     except OnPTQError as error:
         return Plan(**known, refusals=(str(error),))
     known |= {"machine": machine}
-    if parts.storage not in DTYPES:  # no dense checkpoint: what it would cost means nothing
+    if parts.storage not in DENSE:  # no dense checkpoint: what it would cost means nothing
         return Plan(**known, refusals=parts.problems)
     work: Work = known["work"]
     phases = tuple(_phases(source, parts, machine, work, scheme))

@@ -9,10 +9,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from onptq.checkpoint.source import Source
 from onptq.methods.layerwise import RESPONSE_TOKENS
 from onptq.methods.signround import BATCH, STEPS, looks
 from onptq.models.family import thinker_config
-from onptq.models.loading import Source
 from onptq.models.processing import SETTINGS_FILES, context_length
 from onptq.recipe import Recipe
 

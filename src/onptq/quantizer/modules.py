@@ -1,8 +1,9 @@
-"""The two kinds of module a policy swaps into each block. One set of weights, two policies: a switch says who speaks."""
+"""The two kinds of module that a policy puts into each block: one set of weights, dense for D and under theta for Q."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,16 @@ from torch.nn import functional as F
 from onptq.errors import OnPTQError
 from onptq.models.structure import Block
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
-from onptq.quantizer.integer import cast_through, fake_quantize_activations
+from onptq.quantizer.integers import LowBitLinear
 from onptq.quantizer.norms import find_eps, rms_norm
+from onptq.quantizer.numerics import cast_through, fake_quantize_activations
 from onptq.quantizer.settled import settled_codes, settled_linear
-from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out
+from onptq.quantizer.theta import Learned, Settled, Theta, log_scales_in, log_scales_out
 from onptq.quantizer.weights import dequantize, fake_quantize_weight, smoothed, weight_codes
 from onptq.schemes import Scheme
+
+Keep = Literal["codes", "floats", "integers"]  # what is held of a frozen Q's weights
+NO_THETA = "the policy speaks as Q but no theta was attached or frozen"
 
 
 @dataclass
@@ -25,11 +30,35 @@ class Switch:
     """Shared by every module of one policy."""
 
     quantized: bool = False
-    keep_dequantized: bool = False  # hold Q's weights as floats between forwards: faster rollouts, more memory
+    generation: int = 0  # counts the changes of what Q computes, in any module
+
+
+@dataclass(frozen=True)
+class Live:
+    """Q is fake-quantized in every forward and differentiable in theta."""
+
+    theta: Theta
+
+
+@dataclass
+class Frozen:
+    """Q is integer codes. They become floats in every forward, or once where `keep_weight`: faster, with more memory."""
+
+    folded: FoldedLinear
+    keep_weight: bool
+    weight: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Integer:
+    """Q is integer codes that are multiplied as integers."""
+
+    folded: FoldedLinear
+    linear: LowBitLinear
 
 
 class QuantLinear(nn.Module):
-    """D: the linear as it came. Q: either live (differentiable in theta) or folded (integer codes)."""
+    """D: the linear as it was loaded. Q: what `state` says; None before Q has a theta."""
 
     def __init__(
         self, linear: nn.Linear, block: Block, name: str, scheme: Scheme, storage: torch.dtype, switch: Switch
@@ -37,83 +66,121 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.block, self.name, self.scheme, self.storage, self.switch = block, name, scheme, storage, switch
-        self.live: Theta | None = None
-        self.folded: FoldedLinear | None = None
-        self._dequantized: Tensor | None = None
+        self.state: Live | Frozen | Integer | None = None
 
     @property
     def in_features(self) -> int:
         return self.weight.shape[1]
 
+    @property
+    def path(self) -> str:
+        return self.block.path(self.name)
+
     def forward(self, x: Tensor) -> Tensor:
         if not self.switch.quantized:
             return F.linear(x, self.weight, self.bias)
-        if self.scheme.quantizes_activations:
-            x = fake_quantize_activations(x, self.scheme.activation_bits)
-        return F.linear(x, *self._folded_weight()) if self.live is None else self._live_linear(x, self.live)
+        match self.state:
+            case Live(theta):
+                return self._live_linear(self._entering(x), theta)
+            case Frozen() as frozen:
+                return F.linear(self._entering(x), *self._frozen_weight(frozen))
+            case Integer(linear=linear):
+                return linear(x)  # type: ignore[no-any-return]
+            case None:
+                raise RuntimeError(NO_THETA)
+
+    def become(self, state: Live | Frozen | Integer | None) -> None:
+        self.switch.generation += 1
+        self.state = state
 
     def attach(self, theta: Theta) -> None:
-        self.release()
-        self.live = theta
+        self.become(Live(theta))
 
-    def release(self) -> None:
-        self.live, self.folded, self._dequantized = None, None, None
+    def freeze(self, theta: Theta, keep: Keep = "codes") -> None:
+        self.become(None)  # the memory of the last Q is free before the next one is folded
+        folded = self.fold(theta)
+        if keep == "integers":
+            dtype, bias = self.weight.dtype, folded.bias
+            bias = None if bias is None else bias.to(dtype)
+            low_bit = LowBitLinear(folded.codes, folded.step[:, 0].to(dtype), bias, self.scheme.activation_bits)
+            self.become(Integer(folded, low_bit))
+        else:
+            self.become(Frozen(folded, keep_weight=keep == "floats"))
 
-    def freeze(self, theta: Theta) -> None:
-        self.release()
-        self.folded = self.fold(theta)
+    def folded(self) -> FoldedLinear:
+        """What Q deploys. For an attached theta it is folded here and not kept."""
+        match self.state:
+            case Live(theta):
+                return self.fold(theta)
+            case Frozen(folded=folded) | Integer(folded=folded):
+                return folded
+            case None:
+                raise RuntimeError(NO_THETA)
 
     @torch.no_grad()
     def fold(self, theta: Theta) -> FoldedLinear:
-        bias, path = self._bias(theta), self.block.path(self.name)
+        bias, linear = self._bias(theta), theta.linears[self.path]
         bias = None if bias is None else bias.to(self.storage)
-        if path in theta.levels:
-            settled = theta.levels[path], theta.step[path], theta.ratio[path]
-            return FoldedLinear(*settled_codes(*settled, self.scheme, self.storage), bias)
+        if isinstance(linear, Settled):
+            codes = settled_codes(linear.levels, linear.scale, linear.ratio, self.scheme, self.storage)
+            return FoldedLinear(*codes, bias)
         weight = self._smoothed(theta)
         if self.scheme.quantizes_weights:
-            codes = weight_codes(weight, theta.ratio[path], theta.offset.get(path), self.scheme, self.storage)
+            offset = linear.offset if isinstance(linear, Learned) else None
+            codes = weight_codes(weight, linear.ratio, offset, self.scheme, self.storage)
             return FoldedLinear(*codes, bias)
         return FoldedLinear(weight.to(self.storage), weight.new_ones(1, 1), None, bias)
 
-    def centred_offset(self, theta: Theta) -> Tensor:
-        """From the smoothed weight to the code it was frozen to, in steps, [O, I]."""
-        folded = self.folded
-        assert folded is not None
-        level, exact = folded.codes.float().view(*folded.step.shape, -1), self._smoothed(theta)
+    @torch.no_grad()
+    def settle(self, theta: Theta) -> Settled:
+        """The codes of theta, settled: from there on only their scales follow it."""
+        folded = self.fold(theta)
+        grouped = folded.codes.view(*folded.step.shape, -1)
+        levels = grouped if folded.zero is None else grouped.short() - folded.zero[..., None]
+        ratio = torch.zeros_like(theta.linears[self.path].ratio)
+        return Settled(ratio, levels.view_as(folded.codes), folded.step.float())
+
+    @torch.no_grad()
+    def centre(self, theta: Theta) -> Learned:
+        """The codes of theta as offsets [O, I] that put each weight in the middle of its code."""
+        folded, exact = self.fold(theta), self._smoothed(theta)
+        level = folded.codes.float().view(*folded.step.shape, -1)
         if folded.zero is not None:
             level = level - folded.zero.float()[..., None]
-        return level.view_as(exact) - (exact.view_as(level) / folded.step.float()[..., None]).view_as(exact)
+        offset = level.view_as(exact) - (exact.view_as(level) / folded.step.float()[..., None]).view_as(exact)
+        return Learned(theta.linears[self.path].ratio.detach().clone(), offset)
+
+    def _entering(self, x: Tensor) -> Tensor:
+        if not self.scheme.quantizes_activations:
+            return x
+        return fake_quantize_activations(x, self.scheme.activation_bits)
 
     def _live_linear(self, x: Tensor, theta: Theta) -> Tensor:
-        path, dtype, bias = self.block.path(self.name), self.weight.dtype, self._bias(theta)
+        dtype, bias, linear = self.weight.dtype, self._bias(theta), theta.linears[self.path]
         bias = None if bias is None else bias.to(dtype)
-        if path in theta.levels:
-            return settled_linear(x, theta.levels[path], theta.step[path], theta.ratio[path], bias, self.storage)
+        if isinstance(linear, Settled):
+            return settled_linear(x, linear.levels, linear.scale, linear.ratio, bias, self.storage)
         weight = fake_quantize_weight(
             self.weight,
             log_scales_in(theta, self.block, self.name),
             log_scales_out(theta, self.block, self.name),
-            theta.ratio[path],
-            theta.offset.get(path),
+            linear.ratio,
+            linear.offset if isinstance(linear, Learned) else None,
             self.scheme,
             self.storage,
             dtype,
         )
         return F.linear(x, weight, bias)
 
-    def _folded_weight(self) -> tuple[Tensor, Tensor | None]:
-        folded = self.folded
-        if folded is None:
-            raise RuntimeError("the policy speaks as Q but no theta was attached or frozen")
-        weight, dtype = self._dequantized, self.weight.dtype
+    def _frozen_weight(self, frozen: Frozen) -> tuple[Tensor, Tensor | None]:
+        folded, weight, dtype = frozen.folded, frozen.weight, self.weight.dtype
         if weight is None:
             if folded.codes.is_floating_point():
                 weight = folded.codes.to(dtype)
             else:
                 weight = dequantize(folded.codes, folded.step, folded.zero, dtype)
-            if self.switch.keep_dequantized:
-                self._dequantized = weight
+            if frozen.keep_weight:
+                frozen.weight = weight
         return weight, None if folded.bias is None else folded.bias.to(dtype)
 
     def _smoothed(self, theta: Theta) -> Tensor:
@@ -129,7 +196,7 @@ class QuantLinear(nn.Module):
 
 
 class QuantNorm(nn.Module):
-    """D: the norm as it came. Q: the same norm with its gain divided by s."""
+    """D: the norm as it was loaded. Q: the same norm with its gain divided by s, live or folded."""
 
     def __init__(self, norm: nn.Module, block: Block, name: str, storage: torch.dtype, switch: Switch) -> None:
         super().__init__()
@@ -137,13 +204,16 @@ class QuantNorm(nn.Module):
         _check_gain(norm, block.path(name))
         self.block, self.name, self.storage, self.switch = block, name, storage, switch
         self.eps = find_eps(norm)
-        self.live: Theta | None = None
-        self.folded: FoldedNorm | None = None
+        self.state: Live | FoldedNorm | None = None
 
     @property
     def weight(self) -> Tensor:
         gain: Tensor = self.norm.weight  # type: ignore[assignment]
         return gain
+
+    @property
+    def path(self) -> str:
+        return self.block.path(self.name)
 
     def forward(self, x: Tensor) -> Tensor:
         gain = self.gain()
@@ -152,25 +222,35 @@ class QuantNorm(nn.Module):
         return functional_call(self.norm, {"weight": gain}, (x,))  # type: ignore[no-any-return]
 
     def gain(self) -> Tensor:
-        """Of the side that speaks."""
+        """The gain of the side that speaks."""
         if not self.switch.quantized:
             return self.weight
-        if self.live is not None:
-            return self._gain(self.live).to(self.weight.dtype)
-        if self.folded is None:
-            raise RuntimeError("the policy speaks as Q but no theta was attached or frozen")
-        return self.folded.weight.to(self.weight.dtype)
+        match self.state:
+            case Live(theta):
+                return self._gain(theta).to(self.weight.dtype)
+            case FoldedNorm(weight):
+                return weight.to(self.weight.dtype)
+            case None:
+                raise RuntimeError(NO_THETA)
+
+    def become(self, state: Live | FoldedNorm | None) -> None:
+        self.switch.generation += 1
+        self.state = state
 
     def attach(self, theta: Theta) -> None:
-        self.release()
-        self.live = theta
+        self.become(Live(theta))
 
-    def release(self) -> None:
-        self.live, self.folded = None, None
+    def freeze(self, theta: Theta, keep: Keep = "codes") -> None:
+        self.become(self.fold(theta))
 
-    def freeze(self, theta: Theta) -> None:
-        self.release()
-        self.folded = self.fold(theta)
+    def folded(self) -> FoldedNorm:
+        match self.state:
+            case Live(theta):
+                return self.fold(theta)
+            case FoldedNorm() as folded:
+                return folded
+            case None:
+                raise RuntimeError(NO_THETA)
 
     @torch.no_grad()
     def fold(self, theta: Theta) -> FoldedNorm:

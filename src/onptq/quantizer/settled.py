@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from onptq.quantizer.integer import cast_through, code_range
+from onptq.quantizer.numerics import cast_through, code_range
 from onptq.quantizer.weights import dequantize
 from onptq.schemes import Scheme
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,17 +33,40 @@ PAIR_OUT_OF = {producer: pair for pair, (producer, _) in PAIRS.items()}
 
 
 @dataclass
-class Theta:
-    """Log-smoothing per pair, log step ratio per weight row (or group), and optionally a rounding offset per weight.
+class Free:
+    """Codes follow the smoothed weight by plain rounding."""
 
-    Where a linear's codes are settled, they no longer follow the weight: smoothing scales what enters it, the ratio its step.
-    """
+    ratio: Tensor  # [O, G] log of the share of its full-range scale that each row or group has
+
+
+@dataclass
+class Learned:
+    """Codes follow the smoothed weight plus an offset, in units of the scale."""
+
+    ratio: Tensor
+    offset: Tensor  # [O, I]
+
+
+@dataclass
+class Settled:
+    """Codes no longer follow the weight: smoothing scales what enters the linear, the ratio its scale."""
+
+    ratio: Tensor
+    levels: Tensor  # codes less their zero points, integers [O, I]; never written to, so clones share them
+    scale: Tensor  # [O, G] that the codes were settled with
+
+
+LinearTheta = Free | Learned | Settled
+# A linear's tensors by the names that files give them.
+PARTS = {"ratio": "ratio", "offset": "offset", "levels": "levels", "step": "scale"}
+
+
+@dataclass
+class Theta:
+    """Log-smoothing per pair, and for each linear how its codes come about."""
 
     smoothing: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> [channels]
-    ratio: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> [O, G]
-    offset: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> [O, I]
-    levels: dict[str, Tensor] = field(default_factory=dict)  # settled codes less their zero points, integers [O, I]
-    step: dict[str, Tensor] = field(default_factory=dict)  # that they were settled with, [O, G]
+    linears: dict[str, LinearTheta] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> its part
 
     @classmethod
     def rtn(cls, blocks: Sequence[Block], scheme: Scheme, device: torch.device | str = "cpu") -> Theta:
@@ -54,48 +78,80 @@ class Theta:
             for name in LINEARS:
                 rows, columns = block.child(name).weight.shape  # type: ignore[union-attr, misc]
                 groups = columns // scheme.group_size if scheme.group_size else 1
-                theta.ratio[block.path(name)] = torch.zeros(rows, groups, device=device)
+                theta.linears[block.path(name)] = Free(torch.zeros(rows, groups, device=device))
         return theta
 
+    @property
+    def ratio(self) -> Mapping[str, Tensor]:
+        """The log ratio of every linear, by path."""
+        return MappingProxyType({path: linear.ratio for path, linear in self.linears.items()})
+
+    @property
+    def offset(self) -> Mapping[str, Tensor]:
+        """The offsets of the linears whose codes are learned, by path."""
+        learned = {path: linear for path, linear in self.linears.items() if isinstance(linear, Learned)}
+        return MappingProxyType({path: linear.offset for path, linear in learned.items()})
+
+    @property
+    def settled(self) -> Mapping[str, Settled]:
+        """The linears whose codes are settled, by path."""
+        settled = {path: linear for path, linear in self.linears.items() if isinstance(linear, Settled)}
+        return MappingProxyType(settled)
+
     def clone(self) -> Theta:
-        """Settled codes and their steps are never written to, so clones share them."""
-        smoothing, ratio, offset = (
-            {key: value.detach().clone() for key, value in part.items()}
-            for part in (self.smoothing, self.ratio, self.offset)
+        return Theta(
+            {key: u.detach().clone() for key, u in self.smoothing.items()},
+            {path: _clone(linear) for path, linear in self.linears.items()},
         )
-        return Theta(smoothing, ratio, offset, dict(self.levels), dict(self.step))
+
+    def freed(self) -> Theta:
+        """A clone whose codes all follow the weights again: smoothing and ratios alone."""
+        ratios = {path: Free(ratio.detach().clone()) for path, ratio in self.ratio.items()}
+        return Theta({key: u.detach().clone() for key, u in self.smoothing.items()}, dict(ratios))
+
+    @property
+    def version(self) -> int:
+        """How often its tensors were written to in place."""
+        return sum(tensor._version for tensor in self._named().values())
 
     @torch.no_grad()
     def project_(self, origin: Theta) -> None:
         """Back into the trust region: zero-mean gauge and bounded travel of u, ratios and offsets inside their ranges,
         which an offset that began outside may use up to where it began.
 
-        A constant added to a pair's u changes nothing (row and token steps absorb it), so its mean is pinned; steps of settled
-        codes do not follow, so there it is not.
+        A constant added to a pair's u changes nothing (row and token scales absorb it), so its mean is pinned; scales of
+        settled codes do not follow, so there it is not.
         """
-        if not self.levels:
+        settled = self.settled
+        if not settled:
             for u in self.smoothing.values():
                 u.sub_(u.mean())
-        if starts := [origin.smoothing[key] for key in self.smoothing]:
-            low, high = torch._foreach_sub(starts, SMOOTHING_REACH), torch._foreach_add(starts, SMOOTHING_REACH)
+        if origins := [origin.smoothing[key] for key in self.smoothing]:
+            low, high = torch._foreach_sub(origins, SMOOTHING_REACH), torch._foreach_add(origins, SMOOTHING_REACH)
             _clamp_(list(self.smoothing.values()), low, high)
-        _clamp_([ratio for key, ratio in self.ratio.items() if key in self.levels], *SETTLED_RANGE)
-        _clamp_([ratio for key, ratio in self.ratio.items() if key not in self.levels], *RATIO_RANGE)
-        for key, offset in self.offset.items():
-            begin = origin.offset[key]
+        _clamp_([linear.ratio for linear in settled.values()], *SETTLED_RANGE)
+        _clamp_([ratio for path, ratio in self.ratio.items() if path not in settled], *RATIO_RANGE)
+        offsets = origin.offset
+        for path, offset in self.offset.items():
+            begin = offsets[path]
             offset.clamp_(begin.clamp(max=OFFSET_RANGE[0]), begin.clamp(min=OFFSET_RANGE[1]))
 
     def tensors(self) -> dict[str, Tensor]:
-        names = ("smoothing", "ratio", "offset", "levels", "step")
-        parts = zip(names, self._parts(), strict=True)
-        return {f"{name}/{key}": value.detach().contiguous() for name, part in parts for key, value in part.items()}
+        """Every tensor by its name in a file: `ratio/layers.0.self_attn.q_proj`."""
+        return {name: tensor.detach().contiguous() for name, tensor in self._named().items()}
 
     @classmethod
-    def of_tensors(cls, tensors: dict[str, Tensor]) -> Theta:
-        theta = cls()
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Theta:
+        theta, parts = cls(), dict[str, dict[str, Tensor]]()
         for name, tensor in tensors.items():
             part, key = name.split("/", 1)
-            getattr(theta, part)[key] = tensor
+            if part == "smoothing":
+                theta.smoothing[key] = tensor
+            else:
+                parts.setdefault(key, {})[PARTS[part]] = tensor
+        for path, given in parts.items():
+            kind = Settled if "levels" in given else Learned if "offset" in given else Free
+            theta.linears[path] = kind(**given)
         return theta
 
     def save(self, path: Path) -> None:
@@ -109,8 +165,24 @@ class Theta:
     def load(cls, path: Path, device: torch.device | str = "cpu") -> Theta:
         return cls.of_tensors(dict(_whole(load_file(path, device=str(device)))))
 
-    def _parts(self) -> tuple[dict[str, Tensor], ...]:
-        return self.smoothing, self.ratio, self.offset, self.levels, self.step
+    def _named(self) -> dict[str, Tensor]:
+        named = {f"smoothing/{key}": u for key, u in self.smoothing.items()}
+        for part, field_name in PARTS.items():
+            for path, linear in self.linears.items():
+                if hasattr(linear, field_name):
+                    named[f"{part}/{path}"] = getattr(linear, field_name)
+        return named
+
+
+def _clone(linear: LinearTheta) -> LinearTheta:
+    ratio = linear.ratio.detach().clone()
+    match linear:
+        case Free():
+            return Free(ratio)
+        case Learned(offset=offset):
+            return Learned(ratio, offset.detach().clone())
+        case Settled(levels=levels, scale=scale):
+            return Settled(ratio, levels, scale)
 
 
 def _halved(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

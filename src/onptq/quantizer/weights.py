@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onptq import kernels
-from onptq.quantizer.integer import FakeQuantize, cast_through, code_range, round_to_codes
+from onptq.quantizer.numerics import FakeQuantize, cast_through, code_range, round_to_codes
 from onptq.schemes import Scheme
 
 # A symmetric grid reaches half a step beyond its last positive code, and a row's largest weight would lie on the tie between

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
 import math
@@ -14,14 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from onptq.checkpoint.catalogs import did_you_mean
 from onptq.errors import OnPTQError
 from onptq.files import cache_folder
 
 MODELS = Path(__file__).parent / "models"  # part of the package: read, never written to
 OUTLIERS = "+outliers"
 CHOSEN = "outliers.json"  # which channels, beside the weights that they belong to
+RECORDS = ("log.jsonl", CHOSEN)  # how a model was made: no part of its checkpoint
 PARTIAL = ".partial-"
-ABANDONED = 24 * 3600  # seconds after which an unfinished folder in the cache belongs to a process that died
+ABANDONED = 3600  # seconds after which an unfinished folder in the cache belongs to a process that died
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def export(name: str, out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OnPTQError(f"{out} is there already: expected a new or empty folder")
     folder = locate(name)
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == "config.json")
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in RECORDS]
+    files.sort(key=lambda path: path.name == "config.json")
     try:
         for path in files:
             target = out / path.relative_to(folder)
@@ -107,16 +109,15 @@ def describe(name: str) -> Status:
         folder = _shipped(name) if derivation is None else derivation.folder
     except OnPTQError as error:
         return Status(entry, False, str(error))
-    if not folder.is_dir():
+    if not _is_whole(folder):
         return Status(entry, True)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Status(entry, True, folder=folder, parameters=_parameters(folder), bytes=size)
 
 
-def did_you_mean(name: str) -> str:
-    """The name of the catalog that `name` is close to, as a hint in an error; empty where there is none."""
-    close = difflib.get_close_matches(name, ENTRIES, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+def names() -> tuple[str, ...]:
+    """Every name that `locate` resolves."""
+    return tuple(ENTRIES)
 
 
 def _require(name: str) -> Entry:
@@ -156,9 +157,12 @@ def _derivation(name: str) -> Derivation | None:
 
 
 def _derived(derivation: Derivation) -> Path:
-    """Written aside and renamed, so a folder of the final name is whole. Who comes second uses what the first left."""
+    """The folder of a derived model: the one in the cache, or a new one where that is missing or damaged.
+
+    It is written aside and renamed, so that of two processes the second uses what the first left.
+    """
     target = derivation.folder
-    if target.is_dir():
+    if _is_whole(target):
         return target
     cache, stage = target.parent, None
     try:
@@ -168,6 +172,9 @@ def _derived(derivation: Derivation) -> Path:
         fresh = stage / "model"  # mkdtemp lets only the owner in; its child has the user's own mode
         fresh.mkdir()
         derivation.write(fresh)
+        with contextlib.suppress(FileNotFoundError):
+            if not _is_whole(target):
+                target.rename(stage / "damaged")
         try:
             fresh.rename(target)
         except OSError:
@@ -183,6 +190,22 @@ def _derived(derivation: Derivation) -> Path:
     return target
 
 
+def _is_whole(folder: Path) -> bool:
+    """Whether the JSON files of a checkpoint can be parsed and its weights are as long as their headers say."""
+    from safetensors import SafetensorError, safe_open
+
+    weights = list(folder.glob("*.safetensors"))
+    try:
+        for path in (folder / "config.json", *folder.glob("*.json")):
+            json.loads(path.read_bytes())
+        for path in weights:
+            with safe_open(path, "np"):
+                pass
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return bool(weights)
+
+
 def _sweep(cache: Path) -> None:
     for left in cache.glob(f"{PARTIAL}*"):
         with contextlib.suppress(OSError):
@@ -191,10 +214,11 @@ def _sweep(cache: Path) -> None:
 
 
 def _parameters(folder: Path) -> int:
-    """From the headers alone: eight bytes of length, then JSON."""
+    """The number of parameters of a checkpoint, from the headers of its shards."""
+    from safetensors import safe_open
+
     count = 0
     for shard in folder.glob("*.safetensors"):
-        with shard.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        count += sum(math.prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
+        with safe_open(shard, "np") as file:
+            count += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
     return count

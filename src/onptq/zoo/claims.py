@@ -1,4 +1,4 @@
-"""What a caption claims about its picture, and whether the picture bears it out."""
+"""What a caption claims about its image, and whether the image bears it out."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ GROUND = re.compile(rf"(?:{'|'.join(GROUNDED)}) ({_any(GROUND_OF)})\b")
 
 
 def claims(caption: str) -> list[Claim]:
-    """What a caption says that its picture can prove or disprove, read clause by clause."""
-    found: list[Claim] = [Claim("sign", (text.upper(),)) for text in SIGN.findall(caption)]
+    """What a caption says that its image can prove or disprove, read clause by clause."""
+    made: list[Claim] = [Claim("sign", (text.upper(),)) for text in SIGN.findall(caption)]
     for clause in re.split(r"[.,;]", caption.lower()):
         nouns = list(NOUN.finditer(clause))
         for noun in nouns:
             size, color, shape = noun.groups()
-            found.append(Claim("thing", (COLOR_OF[color], SHAPE_OF[shape])))
+            made.append(Claim("thing", (COLOR_OF[color], SHAPE_OF[shape])))
             if size:
-                found.append(Claim("size", (COLOR_OF[color], SHAPE_OF[shape], SIZE_OF[size])))
+                made.append(Claim("size", (COLOR_OF[color], SHAPE_OF[shape], SIZE_OF[size])))
         relation = RELATION.search(clause)
         if len(nouns) == 2 and relation:
             ends = [name for noun in nouns for name in (COLOR_OF[noun[2]], SHAPE_OF[noun[3]])]
-            found.append(Claim("beside", (*ends, relation[1])))
+            made.append(Claim("beside", (*ends, relation[1])))
         elif len(nouns) == 1 and (where := PLACE.search(clause)):
             color, shape = nouns[0].groups()[1:]
-            found.append(Claim("place", (COLOR_OF[color], SHAPE_OF[shape], *_cell(where))))
-        found += [Claim("count", (word,)) for word in COUNT.findall(clause)]
-        found += [Claim("ground", (GROUND_OF[word],)) for word in GROUND.findall(clause)]
-    return found
+            made.append(Claim("place", (COLOR_OF[color], SHAPE_OF[shape], *_cell(where))))
+        made += [Claim("count", (word,)) for word in COUNT.findall(clause)]
+        made += [Claim("ground", (GROUND_OF[word],)) for word in GROUND.findall(clause)]
+    return made
 
 
 def _cell(where: re.Match[str]) -> tuple[str, str]:

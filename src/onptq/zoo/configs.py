@@ -66,9 +66,9 @@ def model_config(family: str, dims: Dims, ids: Mapping[str, int], towers: Towers
 
 
 def preprocessor_config(family: str, audio: bool, pixels: tuple[int, int] | None = None) -> JSON:
-    """Settings of the image processor and, for sounds, of the feature extractor, in one file as on the hub.
+    """Settings of the image processor and, for audio clips, of the feature extractor, in one file as on the hub.
 
-    Pictures are resized to an area between the two numbers of `pixels`.
+    Images are resized to an area between the two numbers of `pixels`.
     """
     patch = PATCHES[family]
     least, most = pixels or ((4 * patch) ** 2, (64 * patch) ** 2)

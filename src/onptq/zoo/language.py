@@ -142,11 +142,11 @@ def tell(scene: Scene, rng: Random) -> str:
     rng.shuffle(things)
     if teller.style == "precise" or teller.happens(0.25):
         things.sort(key=lambda thing: thing.cell)
-    told = things[: 2 if len(things) > 3 and teller.style == "simple" else 4]
-    text = _opening(teller, told[0]) if told else teller.choose(OPENERS[:2]) + " no things"
-    for before, thing in pairwise(told):
+    chosen = things[: 2 if len(things) > 3 and teller.style == "simple" else 4]
+    text = _opening(teller, chosen[0]) if chosen else teller.choose(OPENERS[:2]) + " no things"
+    for before, thing in pairwise(chosen):
         text += f"{teller.choose(LINKS)} {_clause(teller, thing, before)}"
-    for extra in _extras(teller, scene, told):
+    for extra in _extras(teller, scene, chosen):
         text += f"{teller.choose(('.', ';', ', and'))} {extra}"
     return _capitalize(text + ".")
 
@@ -169,17 +169,17 @@ def _clause(teller: Teller, thing: Thing, before: Thing) -> str:
     return f"{_phrase(teller, thing)} {teller.choose(VERBS)} {place(teller, thing)}"
 
 
-def _extras(teller: Teller, scene: Scene, told: list[Thing]) -> list[str]:
+def _extras(teller: Teller, scene: Scene, chosen: list[Thing]) -> list[str]:
     extras = [f"{teller.choose(READS)} {sign.text}" for sign in scene.signs if teller.happens(0.9)]
-    if len(told) == len(scene.things) and teller.happens(0.4):
+    if len(chosen) == len(scene.things) and teller.happens(0.4):
         extras.append(teller.choose(COUNTS).format(n=NUMBERS[len(scene.things)]))
     if teller.happens(0.35 if teller.style != "vivid" else 0.7):
         extras.append(f"{teller.choose(GROUNDED)} {teller.choose(GROUND_WORDS[scene.ground])}")
     teller.rng.shuffle(extras)
-    gloss = glosses().get(told[0].shape, {}).get("noun") if told else None
-    if gloss and len(told) < 4 and teller.happens(0.25):
-        extras.append(f"a {told[0].shape} is {gloss}")
-    elif len(extras) + len(told) < 5 and teller.happens(0.8):
+    gloss = glosses().get(chosen[0].shape, {}).get("noun") if chosen else None
+    if gloss and len(chosen) < 4 and teller.happens(0.25):
+        extras.append(f"a {chosen[0].shape} is {gloss}")
+    elif len(extras) + len(chosen) < 5 and teller.happens(0.8):
         extras.append(teller.choose(MOODS))
     return extras
 
@@ -198,4 +198,4 @@ def place(teller: Teller, thing: Thing) -> str:
 
 
 def _capitalize(text: str) -> str:
-    return re.sub(r"(^|[.] )([a-z])", lambda found: found[1] + found[2].upper(), text)
+    return re.sub(r"(^|[.] )([a-z])", lambda match: match[1] + match[2].upper(), text)

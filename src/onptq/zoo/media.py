@@ -1,4 +1,4 @@
-"""Prompts with drawn pictures and synthesized sounds, the same for the same seed."""
+"""Prompts with drawn images and synthesized audio clips, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUESTIONS = (
 
 
 def write_prompts(folder: Path, modalities: Set[str], count: int, image_size: int, seed: int) -> None:
-    """Write prompts.jsonl, and under media/ the pictures and sounds that its lines name."""
+    """Write prompts.jsonl, and under media/ the images and audio clips that its lines name."""
     lines = []
     for index in range(count):
         random = Random(f"{seed}/{index}")
@@ -36,7 +36,7 @@ def write_prompts(folder: Path, modalities: Set[str], count: int, image_size: in
 
 
 def _has_image(index: int, modalities: Set[str]) -> bool:
-    """With sounds around, pictures and sounds alternate and sometimes meet; every eighth prompt is text alone."""
+    """With audio clips around, images and audio clips alternate and sometimes meet; every eighth prompt is text alone."""
     return "image" in modalities and index % 8 != 7 and ("audio" not in modalities or index % 3 != 1)
 
 
@@ -60,15 +60,15 @@ def _draw_images(folder: Path, index: int, size: int, random: Random) -> list[st
     paths = []
     for number in range(2 if index % 5 == 4 else 1):
         width, height = (max(8, int(size * random.uniform(0.6, 1.6))) for _ in range(2))
-        picture = Image.new("RGB", (width, height), random.choice(COLORS))
-        pencil = ImageDraw.Draw(picture)
+        image = Image.new("RGB", (width, height), random.choice(COLORS))
+        pencil = ImageDraw.Draw(image)
         for _ in range(random.randint(2, 6)):
             corners = sorted(random.sample(range(width), 2)), sorted(random.sample(range(height), 2))
             box = (corners[0][0], corners[1][0], corners[0][1], corners[1][1])
             draw = random.choice((pencil.rectangle, pencil.ellipse))
             draw(box, fill=random.choice(COLORS))
         path = f"media/p{index:03d}-{number}.png"
-        picture.save(folder / path)
+        image.save(folder / path)
         paths.append(path)
     return paths
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from onptq.checkpoint.shards import ShardWriter, header_room
 from onptq.errors import OnPTQError
-from onptq.export.shards import ShardWriter, header_room
 from onptq.models import FAMILIES
 from onptq.zoo.configs import Dims, Towers, model_config, preprocessor_config
 from onptq.zoo.random import (
@@ -34,7 +34,7 @@ class Published:
     family: str
     dims: Dims
     towers: Towers
-    pixels: tuple[int, int]  # least and most of a picture
+    pixels: tuple[int, int]  # least and most of an image
 
 
 _QWEN2_5 = Dims(28, 3584, 18944, 28, 4, 152064, False, "bfloat16", context=128000)

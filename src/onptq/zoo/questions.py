@@ -1,4 +1,4 @@
-"""Questions about a scene: four options over a picture, reading a sign, and short answers that may be impossible."""
+"""Questions about a scene: four options over an image, reading a sign, and short answers that may be impossible."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def ask_open(scene: Scene, rng: Random) -> Question:
 def _reason(scene: Scene, rng: Random, kinds: list[str]) -> tuple[str, tuple[str, str, Sequence[str]]]:
     rng.shuffle(kinds)
     for kind in kinds:
-        asked = CHOICES[kind](scene, rng)
-        if asked is not None:
-            return kind, asked
+        question = CHOICES[kind](scene, rng)
+        if question is not None:
+            return kind, question
     raise AssertionError("counting is always possible")
 
 
@@ -68,10 +68,10 @@ def _with_options(text: str, right: str, wrong: Sequence[str], kind: str, rng: R
     return Question(text + listed, LETTERS[options.index(right)], kind)
 
 
-Asked = tuple[str, str, Sequence[str]] | None
+Options = tuple[str, str, Sequence[str]] | None
 
 
-def _beside(scene: Scene, rng: Random) -> Asked:
+def _beside(scene: Scene, rng: Random) -> Options:
     pairs = [
         (thing, other, word)
         for other in scene.unique
@@ -85,7 +85,7 @@ def _beside(scene: Scene, rng: Random) -> Asked:
     return f"What is directly {word} the {name(other)}?", name(thing), others
 
 
-def _hop(scene: Scene, rng: Random) -> Asked:
+def _hop(scene: Scene, rng: Random) -> Options:
     """Two or three steps in a row, and only the colour at their end is asked for."""
     for _ in range(TRIES if scene.unique else 0):
         start = rng.choice(scene.unique)
@@ -108,8 +108,8 @@ def _step(scene: Scene, thing: Thing, word: str) -> Thing | None:
     return scene.at(thing.row + row, thing.col + col)
 
 
-def _count(scene: Scene, rng: Random) -> Asked:
-    """Of a colour, a shape or a size, in the whole picture or on one side of a thing."""
+def _count(scene: Scene, rng: Random) -> Options:
+    """Of a colour, a shape or a size, in the whole image or on one side of a thing."""
     kinds: dict[str, Callable[[Thing], bool]] = {"large things": lambda thing: thing.large}
     kinds["small things"] = lambda thing: not thing.large
     for color in sorted({thing.color for thing in scene.things}):
@@ -133,7 +133,7 @@ def lies(a: Thing, word: str, b: Thing) -> bool:
     return (a.row - b.row) * row > 0 or (a.col - b.col) * col > 0
 
 
-def _most(scene: Scene, rng: Random) -> Asked:
+def _most(scene: Scene, rng: Random) -> Options:
     counts = {color: len(scene.find(color=color)) for color in COLORS}
     best = max(counts.values())
     leaders = [color for color, count in counts.items() if count == best]
@@ -142,7 +142,7 @@ def _most(scene: Scene, rng: Random) -> Asked:
     return "Which color is the most frequent?", leaders[0], list(COLORS)
 
 
-def _same(scene: Scene, rng: Random) -> Asked:
+def _same(scene: Scene, rng: Random) -> Options:
     """Which other thing shares the colour of a thing whose shape is unique."""
     ways = []
     for thing in scene.things:
@@ -157,7 +157,7 @@ def _same(scene: Scene, rng: Random) -> Asked:
     return f"What has the same color as the {thing.shape}?", twin.shape, wrong
 
 
-def _true(scene: Scene, rng: Random) -> Asked:
+def _true(scene: Scene, rng: Random) -> Options:
     """Which of four statements holds; the wrong ones name things of the scene too."""
     right, wrong = None, set[str]()
     for _ in range(TRIES if len(scene.unique) > 1 else 0):
@@ -173,7 +173,7 @@ def _true(scene: Scene, rng: Random) -> Asked:
     return None
 
 
-def _sum(scene: Scene, rng: Random) -> Asked:
+def _sum(scene: Scene, rng: Random) -> Options:
     """Two signs show a number each."""
     numbers = [int(sign.text) for sign in scene.signs if sign.text.isdigit()]
     if len(numbers) != 2:
@@ -192,7 +192,7 @@ def _strangers(scene: Scene, rng: Random, count: int) -> list[str]:
     return [text for text in dict.fromkeys(likely + others) if text not in present][:count]
 
 
-CHOICES: dict[str, Callable[[Scene, Random], Asked]] = {
+CHOICES: dict[str, Callable[[Scene, Random], Options]] = {
     "beside": _beside,
     "hop": _hop,
     "most": _most,
@@ -204,7 +204,7 @@ CHOICES: dict[str, Callable[[Scene, Random], Asked]] = {
 
 
 def ask_short(scene: Scene, rng: Random) -> Question:
-    """A question of one to three words' answer; where the picture does not tell, the answer is `unanswerable`."""
+    """A question of one to three words' answer; where the image does not tell, the answer is `unanswerable`."""
     kind = rng.choice(list(SHORTS))
     text, answer = SHORTS[kind](scene, rng)
     return Question(f"{text} Answer briefly.", answer, UNANSWERABLE if answer == UNANSWERABLE else kind)

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from random import Random
 
-from onptq.zoo.sprites import CANVAS, CHARACTERS, FONTS, SHAPES, Picture, Sprite, glyph_cell, shape_cell
+from onptq.zoo.sprites import CANVAS, CHARACTERS, FONTS, SHAPES, Drawing, Sprite, glyph_cell, shape_cell
 
 RGB = tuple[int, int, int]
 
@@ -138,11 +138,11 @@ def sample_sign(rng: Random) -> str:
 def glosses() -> dict[str, dict[str, str]]:
     """Common English words with the first gloss of WordNet 3.0 as noun, verb or adjective."""
     text = files("onptq.zoo").joinpath("assets/glosses.txt").read_text(encoding="utf-8")
-    found: dict[str, dict[str, str]] = {}
+    definitions: dict[str, dict[str, str]] = {}
     for line in text.splitlines():
         word, part, gloss = line.split("\t")
-        found.setdefault(word, {})[part] = gloss
-    return found
+        definitions.setdefault(word, {})[part] = gloss
+    return definitions
 
 
 @cache
@@ -151,20 +151,20 @@ def sign_words() -> tuple[str, ...]:
     return tuple(word for word in words if set(word) <= set(CHARACTERS))
 
 
-def draw_scene(scene: Scene, rng: Random) -> Picture:
+def draw_scene(scene: Scene, rng: Random) -> Drawing:
     """Places, sizes, shades and fonts vary; what the scene says does not."""
     cell = CANVAS // scene.grid
     sprites = [_thing_sprite(thing, cell, rng) for thing in scene.things]
     for sign in scene.signs:
         sprites += _sign_sprites(sign, cell, rng)
-    return Picture(_shade(GROUNDS[scene.ground], 6, rng), tuple(sprites))
+    return Drawing(_shade(GROUNDS[scene.ground], 6, rng), tuple(sprites))
 
 
 def _thing_sprite(thing: Thing, cell: int, rng: Random) -> Sprite:
     size = rng.randint(*(LARGE if thing.large else SMALL)) * cell // 100
-    room = (cell - size) // 2
-    x = thing.col * cell + room + rng.randint(-room, room) * 3 // 4
-    y = thing.row * cell + room + rng.randint(-room, room) * 3 // 4
+    margin = (cell - size) // 2
+    x = thing.col * cell + margin + rng.randint(-margin, margin) * 3 // 4
+    y = thing.row * cell + margin + rng.randint(-margin, margin) * 3 // 4
     return Sprite(shape_cell(thing.shape), x, y, size, size, _shade(COLORS[thing.color], SHADES, rng))
 
 

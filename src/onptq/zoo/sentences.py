@@ -6,8 +6,10 @@ import re
 from hashlib import sha256
 from random import Random
 
+from onptq.zoo.language import INSTRUCTIONS
 from onptq.zoo.splits import check_split
 
+TRANSCRIBE = ("Write down what you hear.", "Transcribe the speech.", "What is being said?")
 SLOTS = {
     "name": "maria peter anna david susan robert emma thomas julia oliver sophie daniel laura victor helen george",
     "number": "three five six seven nine ten eleven twelve twenty thirty forty fifty",
@@ -80,3 +82,8 @@ def _fill(rng: Random, form: str) -> str:
         return word
 
     return _SLOT.sub(choose, form)
+
+
+def spoken_instruction(rng: Random) -> str:
+    """A request for a caption, as words that a voice can say."""
+    return re.sub("[^a-z ]", "", rng.choice(INSTRUCTIONS).lower())

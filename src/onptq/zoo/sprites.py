@@ -1,7 +1,7 @@
-"""Pictures made of sprites: coloured masks from a shipped atlas, painted in integers, so every machine draws the same bytes.
+"""Images made of sprites: coloured masks from a shipped atlas, painted in integers, so every machine draws the same bytes.
 
-A picture is a background and sprites in the order in which they are painted. Places and sizes are in units of 1/16 of a
-pixel of a 112-pixel canvas, so that one picture can be drawn at several sides. The pixel at column p of a canvas of S
+An image is a background and sprites in the order in which they are painted. Places and sizes are in units of 1/16 of a
+pixel of a 112-pixel canvas, so that one image can be drawn at several sides. The pixel at column p of a canvas of S
 pixels looks at unit u = (2p + 1) * 1792 / (2S). Where u lies in a sprite's box, u >= x and u < x + w, the mask is read
 between its 24 texels at f = (u - x) * 24 * 256 // w - 128 in steps of 1/256 texel, held within the first and the last of
 them, rows likewise, and the pixel becomes (a * rgb + (255 - a) * below + 127) // 255.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onptq.errors import OnPTQError
 
-CANVAS = 1792  # units across a picture
+CANVAS = 1792  # units across an image
 CELL = 24  # texels across a cell of the atlas
 COLUMNS = 32  # cells in a row of the atlas: the first row holds the shapes and the plate, then one row per font
 SHAPES = (
@@ -55,7 +55,7 @@ class Sprite:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Drawing:
     background: RGB
     sprites: tuple[Sprite, ...]
 
@@ -117,35 +117,35 @@ def render(packed: Tensor, background: Tensor, side: int) -> Tensor:
     is_plate = rows[..., 0] == PLATE
     plates = _plate_masks(rows, is_plate, side, half)
     alphas, places = _patches(rows, (rows[..., 0] >= 0) & ~is_plate, patch, side, half)
-    pictures = torch.arange(batch, device=packed.device)[:, None]
+    images = torch.arange(batch, device=packed.device)[:, None]
     for slot in range(slots):
         rgb = packed[:, slot, 5:].to(torch.uint8)
         torch.where(plates[:, slot, :, :, None], rgb[:, None, None], image, out=image)
         place = places[:, slot]  # [B, patch * patch]
-        below = canvas[pictures, place].int()
+        below = canvas[images, place].int()
         over = (rgb[:, None] - below) * alphas[:, slot, :, None] + 255 * below + 127
-        canvas[pictures, place] = (over // 255).to(torch.uint8)
+        canvas[images, place] = (over // 255).to(torch.uint8)
     return image.contiguous()
 
 
-def draw(picture: Picture, side: int) -> Tensor:
-    """One picture as uint8 [side, side, 3]."""
-    packed = torch.from_numpy(pack(picture.sprites, len(picture.sprites)))
-    return render(packed[None], torch.tensor([picture.background], dtype=torch.uint8), side)[0]
+def draw(drawing: Drawing, side: int) -> Tensor:
+    """One image as uint8 [side, side, 3]."""
+    packed = torch.from_numpy(pack(drawing.sprites, len(drawing.sprites)))
+    return render(packed[None], torch.tensor([drawing.background], dtype=torch.uint8), side)[0]
 
 
-def to_png(picture: Picture, side: int) -> bytes:
+def to_png(drawing: Drawing, side: int) -> bytes:
     from PIL import Image
 
     file = io.BytesIO()
-    Image.fromarray(draw(picture, side).numpy()).save(file, "PNG", compress_level=6)
+    Image.fromarray(draw(drawing, side).numpy()).save(file, "PNG", compress_level=6)
     return file.getvalue()
 
 
 def _half_pixel(side: int) -> int:
     if side <= 0 or CANVAS % (2 * side):
         valid = [s for s in range(16, CANVAS) if CANVAS % (2 * s) == 0]
-        raise OnPTQError(f"a picture cannot have {side} pixels a side; expected one of {valid}")
+        raise OnPTQError(f"an image cannot have {side} pixels a side; expected one of {valid}")
     return CANVAS // (2 * side)
 
 

@@ -17,7 +17,6 @@ from onptq.errors import OnPTQError
 from onptq.evaluate.items import Grade, Item, Measure, exact
 from onptq.zoo.claims import grade_caption
 from onptq.zoo.language import INSTRUCTIONS, tell
-from onptq.zoo.lessons import TRANSCRIBE, spoken_instruction
 from onptq.zoo.questions import (
     LISTEN,
     Question,
@@ -31,6 +30,7 @@ from onptq.zoo.questions import (
     short_scene,
 )
 from onptq.zoo.scenes import Scene, draw_scene
+from onptq.zoo.sentences import TRANSCRIBE, spoken_instruction, spoken_sentence
 from onptq.zoo.splits import check_split
 from onptq.zoo.sprites import to_png
 
@@ -79,18 +79,18 @@ def prompts(family: str, split: str, count: int) -> list[Prompt]:
 
 
 def _choice(rng: Random, split: str, side: int) -> Item:
-    return _asked("choice", choice_scene, ask_choice, 4, rng, split, side)
+    return _question("choice", choice_scene, ask_choice, 4, rng, split, side)
 
 
 def _answer(rng: Random, split: str, side: int) -> Item:
-    return _asked("answer", short_scene, ask_short, 12, rng, split, side)
+    return _question("answer", short_scene, ask_short, 12, rng, split, side)
 
 
 def _read(rng: Random, split: str, side: int) -> Item:
-    return _asked("read", read_scene, ask_read, 12, rng, split, side)
+    return _question("read", read_scene, ask_read, 12, rng, split, side)
 
 
-def _asked(
+def _question(
     task: str,
     sample: Callable[[Random, str], Scene],
     ask: Callable[[Scene, Random], Question],
@@ -101,19 +101,19 @@ def _asked(
 ) -> Item:
     scene = sample(rng, split)
     question = ask(scene, rng)
-    prompt = _prompt(question.text, _picture(scene, rng, side))
+    prompt = _prompt(question.text, _image(scene, rng, side))
     return Item("", task, prompt, question.answer, exact(question.answer), max_tokens, kind=question.kind)
 
 
 def _caption(rng: Random, split: str, side: int) -> Item:
     scene = caption_scene(rng, split)
-    prompt = _prompt(rng.choice(INSTRUCTIONS), _picture(scene, rng, side))
+    prompt = _prompt(rng.choice(INSTRUCTIONS), _image(scene, rng, side))
     return Item("", "caption", prompt, tell(scene, rng), partial(grade_caption, scene=scene), CAPTION_TOKENS, "facts")
 
 
 def _spoken_caption(rng: Random, split: str, side: int) -> Item:
     scene = caption_scene(rng, split)
-    prompt = _prompt(LISTEN, _picture(scene, rng, side), _sound(spoken_instruction(rng), rng, split))
+    prompt = _prompt(LISTEN, _image(scene, rng, side), _audio(spoken_instruction(rng), rng, split))
     grade = partial(grade_caption, scene=scene)
     return Item("", "spoken caption", prompt, tell(scene, rng), grade, CAPTION_TOKENS, "facts")
 
@@ -121,43 +121,42 @@ def _spoken_caption(rng: Random, split: str, side: int) -> Item:
 def _listen(rng: Random, split: str, side: int) -> Item:
     scene = short_scene(rng, split)
     words, question = ask_spoken(scene, rng)
-    prompt = _prompt(question.text, _picture(scene, rng, side), _sound(words, rng, split))
+    prompt = _prompt(question.text, _image(scene, rng, side), _audio(words, rng, split))
     return Item("", "listen", prompt, question.answer, exact(question.answer), 12, kind=question.kind)
 
 
 def _speech(rng: Random, split: str, side: int) -> Item:
-    from onptq.zoo.sentences import spoken_sentence
-
     words = spoken_sentence(rng, split)
-    prompt = _prompt(rng.choice(TRANSCRIBE), sound=_sound(words, rng, split))
+    prompt = _prompt(rng.choice(TRANSCRIBE), audio=_audio(words, rng, split))
     return Item("", "speech", prompt, words, partial(word_errors, words), 40, "word errors")
 
 
-def word_errors(reference: str, heard: str) -> Grade:
+def word_errors(reference: str, transcript: str) -> Grade:
     """Words inserted, deleted or replaced, of those that were said."""
     from jiwer import process_words
 
-    found = process_words(reference, " ".join(heard.lower().replace(".", " ").split()))
-    return Grade(found.substitutions + found.deletions + found.insertions, len(reference.split()))
+    counts = process_words(reference, " ".join(transcript.lower().replace(".", " ").split()))
+    return Grade(counts.substitutions + counts.deletions + counts.insertions, len(reference.split()))
 
 
 TASKS: dict[str, Task] = {
-    "choice": Task(_choice, "four options over a picture", 2000),
-    "read": Task(_read, "text in a picture, exactly", 2000),
+    "choice": Task(_choice, "four options about an image", 2000),
+    "read": Task(_read, "text in an image, exactly", 2000),
     "answer": Task(_answer, "short answers, some impossible", 2000),
     "caption": Task(_caption, "long descriptions", 500, "facts"),
-    "listen": Task(_listen, "spoken questions about a picture", 2000, audio=True),
+    "listen": Task(_listen, "spoken questions about an image", 2000, audio=True),
     "speech": Task(_speech, "transcription of unseen voices", 1000, "word errors", audio=True),
     "spoken caption": Task(_spoken_caption, "long descriptions, asked for by voice", 500, "facts", audio=True),
 }
 
 
-def _picture(scene: Scene, rng: Random, side: int) -> Media:
+def _image(scene: Scene, rng: Random, side: int) -> Media:
     return _media(to_png(draw_scene(scene, rng), side))
 
 
-def _sound(words: str, rng: Random, split: str) -> Media:
-    from onptq.zoo.speech import Utterance, sample_voice, speak, to_wav
+def _audio(words: str, rng: Random, split: str) -> Media:
+    from onptq.zoo.speech import Utterance, speak, to_wav
+    from onptq.zoo.voices import sample_voice
 
     return _media(to_wav(speak(Utterance(words, sample_voice(rng, split)))))
 
@@ -166,8 +165,8 @@ def _media(data: bytes) -> Media:
     return Media(None, sha256(data).hexdigest(), data)
 
 
-def _prompt(text: str, picture: Media | None = None, sound: Media | None = None) -> Prompt:
-    parts: list[dict[str, str]] = [{"type": "image"}] if picture else []
-    parts += [{"type": "audio"}] if sound else []
+def _prompt(text: str, image: Media | None = None, audio: Media | None = None) -> Prompt:
+    parts: list[dict[str, str]] = [{"type": "image"}] if image else []
+    parts += [{"type": "audio"}] if audio else []
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
-    return Prompt(0, "", messages, (picture,) if picture else (), (sound,) if sound else ())
+    return Prompt(0, "", messages, (image,) if image else (), (audio,) if audio else ())

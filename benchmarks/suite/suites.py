@@ -1,0 +1,189 @@
+"""Suites: models x schemes x methods by one command. Every dense model is a benchmark, with a comparison folder of its own.
+
+A benchmark is `compare` with all schemes and methods as candidates, so finished work is kept. The same command continues
+after a kill, several processes can share the models, and the tables cover every benchmark in the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suite.tables import collect, markdown
+from onptq.checkpoint.source import choose_device, find_source
+from onptq.data.prompts import Prompt
+from onptq.errors import OnPTQError
+from onptq.evaluate.candidates import CYCLE, folder_name, parse_candidates
+from onptq.evaluate.comparison import compare
+from onptq.evaluate.items import Item
+from onptq.evaluate.statistics import REPLICATES
+from onptq.files import atomically, to_json
+from onptq.progress import NamedReporter, QuietReporter, Reporter
+from onptq.recipe import Recipe
+from onptq.run import check_place
+
+TABLES, WORDS, LOCK = "suite.json", "suite.md", ".suite-lock"
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    models: tuple[str, ...]
+    schemes: tuple[str, ...]
+    methods: tuple[str, ...]
+    items: int | None  # per task; None is the whole split
+    prompts: int  # on which behaviour is compared
+    preset: str = "default"
+    changes: tuple[str, ...] = ()  # of that preset
+    caveats: tuple[str, ...] = ()  # shown with its goals
+
+
+METHODS = (
+    "rtn", "smoothquant", "awq", "mbq", "qig", "masquant", "blockwise", "gptq", "search", "search+signround",
+    "static", "uniform", "onptq",
+)  # fmt: skip
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            "main",
+            models=(
+                "zoo:qwen2.5-vl",
+                "zoo:qwen2.5-vl+outliers",
+                "zoo:qwen3-vl",
+                "zoo:qwen3-vl+outliers",
+                "zoo:qwen2.5-omni",
+            ),
+            schemes=("W4A16", "W8A8", "W4A8", "W4A6", "W3A8", "W3A6", "W4A4"),
+            methods=METHODS,
+            items=None,
+            prompts=512,
+            preset="best",
+            changes=("calibrate.micro_batch=8", "calibrate.checkpointing=false"),  # small models leave room
+        ),
+        Suite(
+            "smoke",
+            models=("zoo:qwen2.5-vl",),
+            schemes=("W4A8",),
+            methods=("rtn", "static", "onptq"),
+            items=10,
+            prompts=8,
+            preset="zoo",
+            changes=("data.prompts=8", "data.holdout=4", "calibrate.epochs=1", "follow.max_tokens=24"),
+            caveats=(
+                "A try: calibrated once over a handful of prompts, too little for goals to say anything of a method.",
+            ),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a benchmark's candidates are built with and measured on."""
+
+    items: Sequence[Item]
+    prompts: Sequence[Prompt]
+    calibration: Sequence[Prompt]
+    holdout: Sequence[Prompt]
+    origin: str = ""  # of items and prompts, in words
+
+
+def run_suite(
+    suite: Suite,
+    out: str | Path,
+    draw: Callable[[str, Reporter], Material],
+    recipe: Recipe,
+    *,
+    models: Sequence[str] = (),
+    schemes: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    check: Callable[[str], object] = lambda family: None,
+    critical: bool = False,
+    replicates: int = REPLICATES,
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
+    """Run the benchmarks of the suite, or some of its `models`, `schemes` and `methods`, and write the tables of all in `out`.
+
+    `draw` gives the material of a model family. `check` raises where that cannot be drawn, before any benchmark runs.
+    `seeds` are further seeds of the methods that have one.
+    """
+    reporter, folder = reporter or QuietReporter(), Path(out)
+    names = candidate_names(methods or suite.methods, schemes or suite.schemes, recipe.seed, seeds)
+    candidates = parse_candidates(names, recipe)
+    choose_device(recipe.compute.device)
+    families = {model: _family(model, check) for model in dict.fromkeys(models or suite.models)}
+    for model in families:
+        check_place(benchmark_folder(folder, model))
+    for model, family in families.items():
+        named = NamedReporter(reporter, model) if len(families) > 1 else reporter
+        material = draw(family, named)
+        compare(
+            model,
+            candidates,
+            benchmark_folder(folder, model),
+            items=material.items,
+            prompts=material.prompts,
+            calibration=material.calibration,
+            holdout=material.holdout,
+            origin=material.origin,
+            recipe=recipe,
+            critical=critical,
+            replicates=replicates,
+            reporter=named,
+        )
+        tables = write_tables(suite, folder)
+    return tables
+
+
+def candidate_names(
+    methods: Sequence[str], schemes: Sequence[str], seed: int = 0, seeds: Sequence[int] = ()
+) -> list[str]:
+    """`method:scheme`, and `method:scheme#seed` for every further seed where the method has one."""
+    marks = ["", *(f"#{other}" for other in dict.fromkeys(seeds) if other != seed)]
+    return [
+        f"{method}:{scheme}{mark}"
+        for scheme in dict.fromkeys(schemes)
+        for method in dict.fromkeys(methods)
+        for mark in (marks if method in CYCLE else marks[:1])
+    ]
+
+
+def benchmark_folder(out: Path, model: str) -> Path:
+    return out / folder_name(model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1])
+
+
+def write_tables(suite: Suite, out: Path) -> dict[str, Any]:
+    """suite.json and suite.md over every benchmark in `out`, whichever process ran it."""
+    with _alone(out):
+        tables = collect(out, suite.name, suite.models, suite.schemes, suite.methods)
+        for name, text in ((TABLES, to_json(tables, indent=2) + "\n"), (WORDS, markdown(tables))):
+            with atomically(out / name) as path:
+                path.write_text(text, encoding="utf-8")
+    return tables
+
+
+def _family(model: str, check: Callable[[str], object]) -> str:
+    try:
+        family = find_source(model).family.name
+    except OnPTQError as error:
+        raise OnPTQError(f"{error}. --models runs the suite on those that are there") from error
+    try:
+        check(family)
+    except OnPTQError as error:
+        raise OnPTQError(f"{model}: {error}. --models runs the suite on others") from error
+    return family
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Who writes last has seen all that was there before: two benchmarks that end together are both in the tables."""
+    with (out / LOCK).open("w") as lock:
+        with suppress(OSError):  # a file system without locks: the next command writes the tables again
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

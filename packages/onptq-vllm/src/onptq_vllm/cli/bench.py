@@ -1,0 +1,188 @@
+"""`onptq bench`: how fast checkpoints run in a real engine, and on which kernel."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onptq.cli.quantize import make_reporter
+from onptq.errors import OnPTQError
+
+if TYPE_CHECKING:
+    from onptq_vllm.bench.running import Settings
+
+
+def bench(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Checkpoint folders, at most one of them dense, FOLDER@marlin to name vLLM's kernels for one; or qwen2.5-vl-7b, "
+            "qwen3-vl-8b, qwen2.5-omni-7b: these shapes with random weights.",
+        ),
+    ],
+    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    schemes: Annotated[
+        str, typer.Option(help="Exported by plain rounding and measured, where one dense model is given alone.")
+    ] = "W4A8,W8A8,W4A16",
+    modes: Annotated[
+        list[str] | None,
+        typer.Option("--mode", help="eager, or compiled with CUDA graphs; repeatable.", show_default="eager"),
+    ] = None,
+    batches: Annotated[
+        list[int] | None, typer.Option("--batch", min=1, help="Prompts at once; repeatable.", show_default="1 and 8")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 2048,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the first.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of which medians are taken; as many come before.")] = 16,
+    dtype: Annotated[
+        str | None, typer.Option(help="float16, bfloat16 or float32.", show_default="as each checkpoint states it")
+    ] = None,
+    linear_backend: Annotated[
+        str | None,
+        typer.Option(
+            help="Kernels for quantized checkpoints: vLLM's, on a GPU; in transformers torch, humming (on a GPU) or simulated.",
+            show_default="in vLLM humming for W4A8, else its own choice; in transformers torch",
+        ),
+    ] = None,
+    graph_sizes: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--graph-size",
+            min=1,
+            help="Tokens of a captured forward; repeatable.",
+            show_default="all that are measured",
+        ),
+    ] = None,
+    cache_gib: Annotated[float, typer.Option(help="vLLM's key-value cache on a GPU, GiB.")] = 4.0,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="OPTION=VALUE",
+            help="Any option of vLLM as its LLM class has it, such as compilation_config.cudagraph_mode=FULL; repeatable.",
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Decoder blocks of a model with random weights.")] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Where models are made and logs are kept.", show_default="thrown away")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter that has vLLM.", show_default="the one that runs this")
+    ] = None,
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together", help="Start all checkpoints of a mode at once, where memory allows; measure in turn."
+        ),
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds for one checkpoint in one mode.")] = 600.0,
+    out: Annotated[Path | None, typer.Option(help="Write every number to this JSON file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the same JSON instead of tables.")] = False,
+) -> None:
+    """Measure prefill, decode and peak memory of MODEL, dense and quantized, in one engine with one setting.
+
+    Exit code 1 where a checkpoint did not run, or said what is not a number.
+    """
+    from onptq.overrides import parse_override, put
+    from onptq_vllm.bench.running import Settings
+    from onptq_vllm.bench.scratch import scratch_folder
+    from onptq_vllm.bench.tables import problem
+
+    options: dict[str, Any] = {}
+    for path, value in map(parse_override, overrides or ()):
+        put(options, path, value)
+    settings = Settings(
+        engine=engine,  # type: ignore[arg-type]
+        modes=tuple(modes or ("eager",)),  # type: ignore[arg-type]
+        batches=tuple(sorted(set(batches or (1, 8)))),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        dtype=dtype,
+        linear_backend=linear_backend,
+        graph_sizes=tuple(sorted(set(graph_sizes or ()))),
+        cache_gib=cache_gib,
+        options=options,
+        timeout=timeout,
+        together=together,
+        python=python or sys.executable,
+    )
+    with scratch_folder() as scratch:
+        found = _measure(models, schemes, settings, work or scratch, layers, out, json)
+    if json:
+        typer.echo(json_format.dumps(found, indent=2))
+    else:
+        _print(found)
+    if any(map(problem, found["results"])):
+        raise typer.Exit(1)
+
+
+def _measure(
+    models: list[str],
+    schemes: str,
+    settings: Settings,
+    work: Path,
+    layers: int | None,
+    out: Path | None,
+    quiet: bool,
+) -> dict[str, Any]:
+    from onptq.checkpoint.source import DTYPES
+    from onptq.files import atomically
+    from onptq_vllm.bench.running import run_bench
+    from onptq_vllm.bench.variants import choose_variants
+
+    if settings.dtype is not None and settings.dtype not in DTYPES:
+        raise OnPTQError(f"--dtype {settings.dtype}: expected one of {', '.join(DTYPES)}")
+    reporter = make_reporter(quiet, False)
+    wanted = [scheme.strip() for scheme in schemes.split(",") if scheme.strip()]
+    work.mkdir(parents=True, exist_ok=True)
+    variants = choose_variants(models, wanted, work, reporter, layers=layers)
+
+    def save(found: dict[str, Any]) -> None:
+        if out is not None:
+            with atomically(out) as part:
+                part.write_text(json_format.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+    names = " ".join(Path(model).name if Path(model).is_dir() else model for model in models)
+    return run_bench(names, variants, settings, reporter, work / "logs", save)
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from onptq_vllm.bench.paper import PAPER
+    from onptq_vllm.bench.tables import HEADS, PAPER_HEAD, between_lines, kernel_lines, problem, rows
+
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file has no width of its own
+        console.width = 140
+    settings, results, paper = found["settings"], found["results"], found["papers_model"]
+    for mode in settings["modes"]:
+        console.print(
+            f"{settings['engine']}, {mode}, {settings['prompt_tokens']} prompt tokens, medians of {settings['repeats']}, "
+            f"on {found['device']}",
+            style="bold",
+            markup=False,
+        )
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+        for head in (*HEADS, PAPER_HEAD) if paper else HEADS:
+            table.add_column(head, justify="left" if head in ("checkpoint", PAPER_HEAD) else "right")
+        for row in rows(results, mode, paper):
+            table.add_row(*row)
+        console.print(table)
+        for line in (*between_lines(results, mode), *kernel_lines(results, mode)):
+            console.print(line, markup=False)
+        for one in results:
+            if one["mode"] == mode and (trouble := problem(one)):
+                console.print(f"{one['name']}: failed, {trouble}", style="red", markup=False)
+        console.print()
+    if paper:
+        console.print(
+            f"paper: {PAPER['model']} on a {PAPER['device']}, {PAPER['prompt_tokens']:,} tokens, GB of 10^9 bytes"
+        )

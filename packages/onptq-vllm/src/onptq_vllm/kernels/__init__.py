@@ -1,0 +1,1 @@
+"""Triton kernels that only serving uses: they end in the int8 codes of activations."""

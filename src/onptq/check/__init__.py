@@ -1,0 +1,1 @@
+"""Checks of a checkpoint folder: static checks, reload and ask, fix."""

@@ -1,0 +1,1 @@
+"""Checkpoint folders: one reader, one loader, one writer."""

@@ -1,0 +1,140 @@
+"""The output folder: written aside and moved into place, config.json last, so a killed export never looks complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from onptq.checkpoint.folder import CONFIG, INDEX
+from onptq.errors import OnPTQError
+from onptq.files import sync
+
+STAGE = ".onptq-export"  # inside the output folder, so that moving is renaming on one file system
+RUN = "onptq"  # the run's own records live beside the checkpoint and are never touched
+STAGED_CONFIG = CONFIG + ".staged"  # under its own name even the staging folder would look like a checkpoint
+
+_WEIGHTS = {".safetensors", ".bin", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite"}
+_REWRITTEN = {CONFIG, STAGED_CONFIG, "README.md"}  # the source's card is about other weights; ours names and links it
+_TRAINING = {"optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json", "runs", "log.jsonl", "outliers.json"}
+_NOT_COPIED = {RUN, STAGE, *_REWRITTEN, *_TRAINING, "original", ".git", ".cache", "__pycache__"}
+_PROMPTS, _MEDIA = "prompts.jsonl", "media"  # what an embedded model is tried with lies beside it, and is no part of it
+
+
+@contextmanager
+def staged(out: Path, needed: int) -> Iterator[Path]:
+    """A fresh folder to write into; it becomes the content of `out` if the body succeeds and vanishes if it fails."""
+    stage = out / STAGE
+    try:
+        with reported(out, needed):
+            stage.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(stage, ignore_errors=True)  # left by a killed export
+            _check_free(out, needed)
+            stage.mkdir()
+        yield stage
+        with reported(out, needed):
+            _publish(stage, out)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+@contextmanager
+def reported(out: Path, needed: int) -> Iterator[None]:
+    """Turns a failed write into a message that says how much room the checkpoint wants and how much there is."""
+    try:
+        yield
+    except OSError as error:
+        raise OnPTQError(
+            f"cannot write the checkpoint to {out}: {error}; it needs {_size(needed)}, {_free(out)}"
+        ) from error
+
+
+def companions(source: Path) -> list[Path]:
+    """The files, relative to the folder, that a checkpoint has beside weights and config: tokenizer, processor, chat
+    template, speakers, license. Not what it was trained with, nor other weights, in whatever folder they are."""
+    left_out = _NOT_COPIED | ({_PROMPTS, _MEDIA} if (source / _PROMPTS).is_file() else set())
+    files = []
+    for path in sorted(source.iterdir()):
+        if path.name in left_out or path.name.startswith("checkpoint-"):
+            continue
+        files += sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [path]
+    return [path.relative_to(source) for path in files if path.is_file() and not _is_weights(path)]
+
+
+def check_links(source: Path, *more: Path) -> None:
+    """Refuse links that would carry files from elsewhere into a copy: companions, and the files in `more`."""
+    for path in (*(source / name for name in companions(source)), *more):
+        target = path.resolve()
+        if not any(target.is_relative_to(folder) for folder in _homes(source)):
+            raise OnPTQError(
+                f"{path} is a link to {target}, outside the model folder: its content would be copied into the "
+                "checkpoint; replace the link by the file, or delete it"
+            )
+
+
+def copy_companions(source: Path, stage: Path) -> None:
+    """As bytes: some of them are pickles, which nobody here opens. Only links within the model are followed."""
+    check_links(source)
+    for path in companions(source):
+        (stage / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / path, stage / path)
+
+
+def companion_bytes(source: Path) -> int:
+    return sum((source / path).stat().st_size for path in companions(source))
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _homes(source: Path) -> list[Path]:
+    """Where a model's files may lie: its folder and, in a hub cache, the blobs that its snapshots link to."""
+    folder = source.resolve()
+    cached = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
+    return [folder, *([folder.parents[1] / "blobs"] if cached else [])]
+
+
+def _publish(stage: Path, out: Path) -> None:
+    """From the first line to the last the folder has no config.json, which is what every reader looks for."""
+    for path in stage.rglob("*"):
+        sync(path)
+    (out / CONFIG).unlink(missing_ok=True)
+    for stale in (*out.glob("model*.safetensors"), out / INDEX):
+        stale.unlink(missing_ok=True)
+    for path in sorted(stage.iterdir()):
+        if path.name == STAGED_CONFIG:
+            continue
+        target = out / path.name
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        os.replace(path, target)
+    sync(out)  # config.json must not be there before what it describes, whenever the power fails
+    os.replace(stage / STAGED_CONFIG, out / CONFIG)
+    sync(out)
+
+
+def _is_weights(path: Path) -> bool:
+    return path.suffix in _WEIGHTS or path.name.endswith((".safetensors.index.json", ".bin.index.json"))
+
+
+def check_room(out: Path, needed: int) -> None:
+    """Refuse a disk on which the checkpoint does not fit; nothing is created."""
+    with reported(out, needed):
+        _check_free(next(path for path in (out, *out.absolute().parents) if path.is_dir()), needed)
+
+
+def _check_free(out: Path, needed: int) -> None:
+    if shutil.disk_usage(out).free < needed:
+        raise OSError(f"not enough room on the disk of {out}")
+
+
+def _free(out: Path) -> str:
+    existing = next(path for path in (out, *out.absolute().parents) if path.is_dir())
+    return f"{_size(shutil.disk_usage(existing).free)} are free there"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

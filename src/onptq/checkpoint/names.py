@@ -1,0 +1,102 @@
+"""Where the language model is among the tensors of a checkpoint, and what shapes config.json gives to its linears."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onptq.checkpoint.folder import StoredTensor
+from onptq.errors import OnPTQError
+from onptq.models import structure
+from onptq.models.family import text_config
+
+LINEARS = tuple(".".join(path) for path in structure.LINEARS.values())  # "self_attn.q_proj", ..., "mlp.down_proj"
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+_QUERY = re.compile(r"((?:.*\.)?)layers\.(\d+)\.self_attn\.q_proj\.weight")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The language model inside a checkpoint: `prefix` + `layers.{i}.self_attn.q_proj` and so on."""
+
+    prefix: str
+    layers: int
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names relative to the decoder, in layer order."""
+        return tuple(f"layers.{layer}.{name}" for layer in range(self.layers) for name in LINEARS)
+
+
+def find_decoder(names: Collection[str], excluded: Sequence[str]) -> Decoder:
+    """The one stack of layers that holds all seven linears and lies in no tower and no other model.
+
+    `names` are tensor names of a checkpoint or parameter names of a model; `excluded` are `re:` patterns or name
+    prefixes.
+    """
+    names = names if isinstance(names, (set, frozenset, dict)) else set(names)
+    stacks: dict[str, set[int]] = defaultdict(set)
+    for name in names:
+        match = _QUERY.fullmatch(name)
+        if match and not any(matches(name, pattern) for pattern in excluded):
+            stacks[match[1]].add(int(match[2]))
+    complete = {prefix: layers for prefix, layers in stacks.items() if _is_complete(names, prefix, layers)}
+    if len(complete) != 1:
+        missing = [] if complete or len(stacks) != 1 else _missing(names, *next(iter(stacks.items())))
+        if missing:
+            raise OnPTQError(f"the weights lack {len(missing)} tensors of the language model, e.g. {missing[0]}")
+        candidates = ", ".join(f"{prefix}layers.*" for prefix in sorted(complete or stacks)) or "none"
+        count = "more than one language model" if complete else "no language model"
+        raise OnPTQError(
+            f"{count} found among the tensors: expected exactly one stack of layers 0..n whose every layer has "
+            f"{', '.join(LINEARS)}; candidates: {candidates}"
+        )
+    prefix, layers = complete.popitem()
+    return Decoder(prefix, len(layers))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """As compressed-tensors matches its ignore list; a plain pattern also covers everything below it."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    return name == pattern or name.startswith(pattern.rstrip(".") + ".")
+
+
+def disagreements(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], decoder: Decoder) -> list[str]:
+    """Every dense tensor of the decoder whose shape is not the one that config.json gives, in words."""
+    text = text_config(config)
+    if any(not isinstance(text.get(name), int) or text[name] < 1 for name in _SIZES):
+        return []
+    wrong = []
+    if decoder.layers != text["num_hidden_layers"]:
+        wrong.append(f"there are {decoder.layers} layers, config.json says {text['num_hidden_layers']}")
+    expected = dict(_shapes(text, min(decoder.layers, text["num_hidden_layers"])))
+    if isinstance(text.get("vocab_size"), int):
+        expected["embed_tokens"] = (text["vocab_size"], text["hidden_size"])
+    for name, shape in expected.items():
+        stored = tensors.get(f"{decoder.prefix}{name}.weight")
+        if stored is not None and stored.shape != shape:
+            wrong.append(f"{decoder.prefix}{name}.weight is {list(stored.shape)}, config.json says {list(shape)}")
+    return wrong
+
+
+def _shapes(text: Mapping[str, Any], layers: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    hidden, ffn, heads = text["hidden_size"], text["intermediate_size"], text["num_attention_heads"]
+    head = text.get("head_dim") or hidden // heads
+    queries, keys = heads * head, (text.get("num_key_value_heads") or heads) * head
+    attention = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
+    for layer in range(layers):
+        for name, shape in zip(LINEARS, (*attention, (ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True):
+            yield f"layers.{layer}.{name}", shape
+
+
+def _is_complete(names: Collection[str], prefix: str, layers: set[int]) -> bool:
+    return layers == set(range(len(layers))) and not _missing(names, prefix, layers)
+
+
+def _missing(names: Collection[str], prefix: str, layers: set[int]) -> list[str]:
+    expected = (f"{prefix}layers.{layer}.{name}.weight" for layer in sorted(layers) for name in LINEARS)
+    return [name for name in expected if name not in names]

@@ -1,0 +1,340 @@
+"""The compressed-tensors writer: a source folder rewritten tensor by tensor, with integer linears in its decoder.
+
+The model is never re-serialized. config.json is the source's own, plus `quantization_config`, because older readers
+misread what transformers 5 writes; tensors that quantization does not touch are copied under their names on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onptq.checkpoint.card import Calibration, write_card
+from onptq.checkpoint.card_tables import Results
+from onptq.checkpoint.companions import STAGED_CONFIG, companion_bytes, copy_companions, reported, staged, write_text
+from onptq.checkpoint.folder import BITS, DENSE, DTYPES, Checkpoint, StoredTensor, open_source
+from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches
+from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
+from onptq.errors import OnPTQError
+from onptq.quantizer.folded import FoldedLinear, FoldedNorm
+from onptq.schemes import Scheme
+
+HEAD = "re:.*lm_head"
+# compressed-tensors 0.17 (vLLM's) fills each int32 with whole codes and pads it; 0.20 lets codes straddle two words.
+# They agree only on widths that divide 32; every other width is stored one code a byte, which all versions read alike.
+PACKABLE_BITS = (2, 4, 8)
+PACKED_ROWS = 128
+
+logger = logging.getLogger(__name__)
+
+
+def write_checkpoint(
+    source: Path,
+    out: Path,
+    folded: Iterable[tuple[str, FoldedLinear | FoldedNorm]],
+    scheme: Scheme,
+    *,
+    ignore: Sequence[str],
+    other_models: Sequence[str] = (),
+    method: str | None = None,
+    calibration: Calibration | None = None,
+    results: Results | None = None,
+    name: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Rewrites `source` into `out` with the folded linears and norms in place of the decoder's own.
+
+    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"); each item is packed, written and let go
+    before the next one is asked for, so the host holds one linear and the pages of the source shard it is reading. Either
+    the whole checkpoint appears in `out` or none of it. `method`, `calibration`, `results` and the source's
+    `name` are for the model card.
+    """
+    check_apart(source, out)
+    checkpoint, decoder = check_exportable(source, (*ignore, *other_models))
+    patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
+    config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns))
+    card = write_card(source, checkpoint.config, scheme, method, calibration, results, name)
+    room = header_room(_output_names(checkpoint, decoder))
+    needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
+    with staged(out, needed) as stage, ShardWriter(stage, room, max_shard_bytes) as shards:
+        replaced: set[str] = set()
+        for name, part in folded:
+            tensors, taken = _replacement(checkpoint, decoder, name, part, scheme)
+            if taken & replaced:
+                raise OnPTQError(f"{name} was folded twice; expected every linear and norm at most once")
+            replaced |= taken
+            with reported(out, needed):
+                for key, tensor in tensors.items():
+                    shards.add(key, tensor)
+            del part, tensors, tensor
+        _check_complete(decoder, replaced)
+        for key, tensor in checkpoint.read(key for key in checkpoint.tensors if key not in replaced):
+            with reported(out, needed):
+                shards.add(key, tensor)
+        with reported(out, needed):
+            shards.close()
+            copy_companions(source, stage)
+            write_text(stage / "README.md", card)
+            write_text(stage / STAGED_CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def storage_format(scheme: Scheme) -> str:
+    """W8A8 as int8, which int8 kernels read; narrower weights packed, where packing means the same to every reader."""
+    if not scheme.quantizes_weights:
+        return "dense"
+    int8_kernel = scheme.weight_bits == 8 and scheme.quantizes_activations
+    return "int-quantized" if int8_kernel or scheme.weight_bits not in PACKABLE_BITS else "pack-quantized"
+
+
+def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any] | None:
+    """The `quantization_config` of config.json; None when the scheme quantizes nothing."""
+    import compressed_tensors
+    from compressed_tensors.quantization import QuantizationConfig
+
+    if not (scheme.quantizes_weights or scheme.quantizes_activations):
+        return None
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": None, "input_activations": None}
+    if scheme.quantizes_weights:
+        strategy = "group" if scheme.group_size else "channel"
+        group["weights"] = _args(scheme.weight_bits, scheme.symmetric, strategy, scheme.group_size, dynamic=False)
+    if scheme.quantizes_activations:
+        group["input_activations"] = _args(scheme.activation_bits, True, "token", None, dynamic=True)
+    group["format"] = storage_format(scheme)
+    config: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": storage_format(scheme),
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+    # Written as it stands rather than dumped from the model: each version dumps fields that others refuse to read.
+    QuantizationConfig.model_validate(config)
+    return config | {"version": compressed_tensors.__version__}
+
+
+def compress_linear(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
+    """The tensors that stand for one linear's weight, by their names below the module."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    if not scheme.quantizes_weights:
+        return {"weight": linear.codes * linear.step.to(linear.codes.dtype)}
+    bits = scheme.weight_bits
+    if storage_format(scheme) == "int-quantized":
+        tensors = {"weight": linear.codes, "weight_scale": linear.step}
+        return tensors if linear.zero is None else tensors | {"weight_zero_point": linear.zero}
+    tensors = {
+        "weight_packed": _pack_rows(linear.codes, bits),
+        "weight_scale": linear.step,
+        "weight_shape": torch.tensor(linear.codes.shape, dtype=torch.int64),
+    }
+    if linear.zero is not None:
+        tensors["weight_zero_point"] = pack_to_int32(linear.zero, bits, packed_dim=0)
+    return tensors
+
+
+def _pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """[O, I] int8 -> [O, ceil(I * bits / 32)] int32, some rows at a time: packing wants 16 bytes of scratch per code."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    outputs, inputs = codes.shape
+    packed = torch.empty(outputs, math.ceil(inputs * bits / 32), dtype=torch.int32)
+    for start in range(0, outputs, PACKED_ROWS):
+        packed[start : start + PACKED_ROWS] = pack_to_int32(codes[start : start + PACKED_ROWS], bits)
+    return packed
+
+
+def _args(bits: int, symmetric: bool, strategy: str, group_size: int | None, *, dynamic: bool) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": strategy,
+        "group_size": group_size,
+        "dynamic": dynamic,
+    }
+
+
+def _replacement(
+    checkpoint: Checkpoint, decoder: Decoder, name: str, part: FoldedLinear | FoldedNorm, scheme: Scheme
+) -> tuple[dict[str, Tensor], set[str]]:
+    """The new tensors under their names on disk, and the names of the source's tensors that they stand for."""
+    key = decoder.prefix + name
+    weight = checkpoint.tensors.get(f"{key}.weight")
+    if weight is None:
+        raise OnPTQError(f"{name} was folded, but {checkpoint.folder} has no tensor {key}.weight")
+    if isinstance(part, FoldedNorm):
+        _check(tuple(part.weight.shape) == weight.shape, f"{key}.weight", weight.shape, part.weight)
+        return {f"{key}.weight": part.weight}, {f"{key}.weight"}
+    if name not in decoder.linears:
+        raise OnPTQError(
+            f"{name} is not a linear of the decoder; expected one of {', '.join(decoder.linears[:7])}, ..."
+        )
+    _check_linear(key, part, weight, scheme)
+    tensors = {f"{key}.{suffix}": tensor for suffix, tensor in compress_linear(part, scheme).items()}
+    taken = {f"{key}.weight"}
+    bias = checkpoint.tensors.get(f"{key}.bias")
+    if (bias is None) != (part.bias is None):
+        raise OnPTQError(f"{key}: the source has {'no' if bias is None else 'a'} bias, the folded linear the opposite")
+    if bias is not None and part.bias is not None:
+        _check(tuple(part.bias.shape) == bias.shape, f"{key}.bias", bias.shape, part.bias)
+        tensors[f"{key}.bias"] = part.bias
+        taken.add(f"{key}.bias")
+    return tensors, taken
+
+
+def _check_linear(key: str, linear: FoldedLinear, weight: StoredTensor, scheme: Scheme) -> None:
+    outputs, inputs = weight.shape
+    _check(tuple(linear.codes.shape) == weight.shape, f"{key}.weight", weight.shape, linear.codes)
+    dtype = DTYPES[weight.dtype]
+    columns = scheme.group_size or inputs
+    if inputs % columns:
+        raise OnPTQError(
+            f"{key} has {inputs} input columns, which groups of {columns} do not divide; choose another -gN"
+        )
+    groups = (outputs, inputs // columns)
+    _check(
+        tuple(linear.step.shape) == groups and linear.step.dtype == dtype,
+        f"step of {key} ({dtype})",
+        groups,
+        linear.step,
+    )
+    if not bool(torch.isfinite(linear.step).all()):
+        raise OnPTQError(f"{key}: a quantization step is not finite; the source weights may hold NaN or infinity")
+    if (linear.zero is None) != scheme.symmetric:
+        raise OnPTQError(
+            f"{key}: {scheme} has {'no' if scheme.symmetric else 'a'} zero point, the folded linear the opposite"
+        )
+    if not scheme.quantizes_weights:
+        _check(linear.codes.dtype == dtype, f"dense weight of {key} ({dtype})", weight.shape, linear.codes)
+        return
+    low, high = -(2 ** (scheme.weight_bits - 1)), 2 ** (scheme.weight_bits - 1) - 1
+    for tensor, shape in ((linear.codes, weight.shape), (linear.zero, groups)):
+        if tensor is not None:
+            expected = f"codes of {key} (int8 in {low}..{high})"
+            _check(tensor.dtype == torch.int8 and tuple(tensor.shape) == shape, expected, shape, tensor)
+            _check(int(tensor.min()) >= low and int(tensor.max()) <= high, expected, shape, tensor)
+
+
+def _check(holds: bool, what: str, shape: tuple[int, ...], got: Tensor) -> None:
+    if not holds:
+        extremes = f", values {got.min().item()}..{got.max().item()}" if got.numel() else ""
+        raise OnPTQError(f"{what}: expected shape {list(shape)}, got {got.dtype} {list(got.shape)}{extremes}")
+
+
+def check_exportable(source: Path, excluded: Sequence[str]) -> tuple[Checkpoint, Decoder]:
+    """Open `source` and refuse what could not be exported; reads headers only, so it is asked before a run starts too.
+
+    `excluded` are the patterns and prefixes of towers, head and other models.
+    """
+    checkpoint = open_source(source)
+    decoder = find_decoder(checkpoint.tensors, excluded)
+    _check_dtypes(checkpoint, decoder)
+    _check_seven(checkpoint, decoder)
+    _check_shapes(checkpoint, decoder)
+    return checkpoint, decoder
+
+
+def check_groups(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> None:
+    """Refuse groups that do not divide the input columns of every linear."""
+    for name in decoder.linears if scheme.group_size else ():
+        columns = checkpoint.tensors[f"{decoder.prefix}{name}.weight"].shape[1]
+        if columns % (scheme.group_size or columns):
+            raise OnPTQError(f"{name} has {columns} input columns, which groups of {scheme.group_size} do not divide")
+
+
+def _check_dtypes(checkpoint: Checkpoint, decoder: Decoder) -> None:
+    for name in decoder.linears:
+        key = f"{decoder.prefix}{name}.weight"
+        if (dtype := checkpoint.tensors[key].dtype) not in DENSE:
+            raise OnPTQError(f"{key} is stored as {dtype}; expected a dense checkpoint: {', '.join(DENSE)}")
+
+
+def _check_seven(checkpoint: Checkpoint, decoder: Decoder) -> None:
+    """Readers quantize every Linear that is not ignored, so a decoder layer may hold no others than the seven."""
+    known = {f"{decoder.prefix}{name}.weight" for name in decoder.linears}
+    for key, tensor in checkpoint.tensors.items():
+        if key.startswith(f"{decoder.prefix}layers.") and len(tensor.shape) > 1 and key not in known:
+            raise OnPTQError(
+                f"{key} {list(tensor.shape)} is in a decoder layer and none of its seven linears: unsupported"
+            )
+
+
+def _check_shapes(checkpoint: Checkpoint, decoder: Decoder) -> None:
+    wrong = disagreements(checkpoint.config, checkpoint.tensors, decoder)
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise OnPTQError(f"{checkpoint.folder}: config.json and tensors disagree: {wrong[0]}{more}")
+
+
+def _check_complete(decoder: Decoder, replaced: set[str]) -> None:
+    missing = [name for name in decoder.linears if f"{decoder.prefix}{name}.weight" not in replaced]
+    if missing:
+        raise OnPTQError(
+            f"{len(missing)} of {len(decoder.linears)} decoder linears were not folded: {', '.join(missing[:7])}"
+        )
+
+
+def check_apart(source: Path, out: Path) -> None:
+    if out.resolve().is_relative_to(source.resolve()):
+        raise OnPTQError(f"the output folder {out} lies in the model folder {source}: choose another --out, outside it")
+
+
+def _ignore_patterns(
+    checkpoint: Checkpoint, decoder: Decoder, ignore: Sequence[str], other_models: Sequence[str]
+) -> list[str]:
+    """Regexes that hold for names on disk and names at run time alike, which exact names do not."""
+    others = {name: f"re:^{re.escape(name)}.*" for name in other_models}
+    absent = {regex for name, regex in others.items() if not any(key.startswith(name) for key in checkpoint.tensors)}
+    patterns = [pattern for pattern in dict.fromkeys((HEAD, *ignore, *others.values())) if pattern not in absent]
+    for pattern in patterns:
+        # A head tied to the embeddings is a module without a tensor of its own.
+        if pattern != HEAD and not any(matches(key, pattern) for key in checkpoint.tensors):
+            logger.warning("the ignore pattern %s matches no tensor of %s", pattern, checkpoint.folder)
+        caught = next((name for name in decoder.linears if matches(decoder.prefix + name, pattern)), None)
+        if caught:
+            raise OnPTQError(
+                f"the ignore pattern {pattern} also matches {decoder.prefix}{caught}, a linear to quantize"
+            )
+    return patterns
+
+
+def _with_quantization(config: dict[str, Any], quantization: dict[str, Any] | None) -> dict[str, Any]:
+    if quantization is None:
+        return config
+    config = config | {"quantization_config": quantization}
+    if isinstance(config.get("thinker_config"), dict):
+        # The thinker loaded by its own class sees only its own part of the config.
+        config["thinker_config"] = config["thinker_config"] | {"quantization_config": quantization}
+    return config
+
+
+def _output_names(checkpoint: Checkpoint, decoder: Decoder) -> list[str]:
+    """Every name that may be written; a linear has some of its parts only."""
+    parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+    return [*checkpoint.tensors, *(f"{decoder.prefix}{name}.{part}" for name in decoder.linears for part in parts)]
+
+
+def output_bytes(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> int:
+    total = checkpoint.weight_bytes
+    if not scheme.quantizes_weights:
+        return total
+    bits = scheme.weight_bits if storage_format(scheme) == "pack-quantized" else 8
+    for name in decoder.linears:
+        weight = checkpoint.tensors[f"{decoder.prefix}{name}.weight"]
+        outputs, inputs = weight.shape
+        itemsize = BITS[weight.dtype] // 8
+        groups = outputs * math.ceil(inputs / (scheme.group_size or inputs))
+        total += (
+            math.ceil(weight.numel * bits / 8) + groups * (itemsize + (not scheme.symmetric)) - weight.numel * itemsize
+        )
+    return total

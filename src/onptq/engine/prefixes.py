@@ -1,0 +1,193 @@
+"""Prefilled prompts, kept between the steps of a round so that nothing that is cached is computed again.
+
+Prompts are split into the same batches in every step and every session, so a prefix that had to be dropped and computed again
+is bit for bit the one that was dropped. Only a batch that does not fit into memory is split anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from onptq.engine.budget import BatchBudget, give_back_memory
+from onptq.errors import OnPTQError
+from onptq.models.decoder import KVCache, Tokens
+from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.language_model import LanguageModel, Side
+
+T = TypeVar("T")
+
+
+class _Key(NamedTuple):
+    batch: int
+    side: Side
+    generation: tuple[int, int] | None  # of Q; None for D, which never changes
+
+
+@dataclass
+class Prefix:
+    """One batch under one policy: its cache, and the residual stream at each prompt's last token, which predicts y_1."""
+
+    cache: KVCache
+    last: Tensor  # [B, d]
+    response: Tensor | None = None  # [B, T] the response tokens whose keys follow the prompt's in the cache
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + self.last.nbytes
+
+
+class Prefixes:
+    """Batches of prompts and their prefixes under D (cached for the whole run) and Q (cached until Q changes)."""
+
+    def __init__(
+        self,
+        policy: LanguageModel,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        max_tokens: int,
+        batch_tokens: int | BatchBudget = 16384,
+        budget: int | None = None,
+    ) -> None:
+        self.policy, self.max_tokens, self.budget = policy, max_tokens, budget
+        self.batch_budget = (
+            batch_tokens if isinstance(batch_tokens, BatchBudget) else BatchBudget(batch_tokens, "tokens")
+        )
+        self.batches = [PromptBatch.of(group) for group in _partition(prompts, self.batch_budget.size, max_tokens)]
+        self._cached: dict[_Key, Prefix] = {}
+
+    def map_batches(self, work: Callable[[int], T], *others: Prefixes) -> Iterator[T]:
+        """`work(index)` of every batch. A batch that does not fit into memory is split, with all after it and, in the same way,
+        those of `others`."""
+        index = 0
+        while index < len(self.batches):
+            try:
+                done = work(index)
+            except torch.OutOfMemoryError:
+                fits = False
+            else:
+                fits = True
+            if fits:
+                yield done
+                index += 1
+            else:
+                self._shrink(index)
+                for prefixes in (self, *others):
+                    prefixes._split(index, self.batch_budget.size)
+                give_back_memory()
+
+    def batch_like(self, other: Prefixes) -> None:
+        """The same prompts in the same batches, also where either had to be split."""
+        if [len(batch.prompts) for batch in self.batches] != [len(batch.prompts) for batch in other.batches]:
+            for prefixes in (self, other):
+                prefixes._split(0, min(self.batch_budget.size, other.batch_budget.size))
+
+    def _shrink(self, index: int) -> None:
+        batch = self.batches[index]
+        if len(batch.prompts) > 1:
+            if len(batch.prompts) * (batch.width + self.max_tokens) <= self.batch_budget.size:
+                self.batch_budget.halve()  # else it was halved already
+        elif self.budget != 0:
+            self.budget = 0  # alone it may fit where nothing else is kept
+        else:
+            raise OnPTQError(
+                f"a prompt of {batch.width} tokens and a response of {self.max_tokens} do not fit into memory even alone; "
+                "expected a shorter prompt, smaller images, a shorter response or a device with more memory"
+            )
+
+    def _split(self, index: int, batch_tokens: int) -> None:
+        self._cached.clear()
+        prompts = [prompt for batch in self.batches[index:] for prompt in batch.prompts]
+        groups = _partition(prompts, batch_tokens, self.max_tokens)
+        self.batches[index:] = [PromptBatch.of(group) for group in groups]
+
+    def forget(self, side: Side) -> None:
+        """Free the memory of one side's prefixes. Never needed for correctness: those of an earlier Q are not used again."""
+        self._cached = {key: prefix for key, prefix in self._cached.items() if key.side != side}
+
+    def _key(self, index: int, side: Side) -> _Key:
+        return _Key(index, side, self.policy.generation if side == "Q" else None)
+
+    def _evict_stale(self) -> None:
+        current = self.policy.generation
+        self._cached = {key: prefix for key, prefix in self._cached.items() if key.generation in (None, current)}
+
+    @torch.no_grad()
+    def prompt(self, index: int, side: Side) -> Prefix:
+        """The batch's prompts in the cache, ready for response token 1."""
+        key = self._key(index, side)
+        prefix = self._cached.get(key)
+        if prefix is None:
+            self._evict_stale()
+            prefix = self._prefill(self.batches[index], side)
+            cached = sum(other.nbytes for other in self._cached.values())
+            if self.budget is None or cached + prefix.nbytes <= self.budget:
+                self._cached[key] = prefix
+        prefix.cache.rewind(self.batches[index].width)
+        prefix.response = None
+        return prefix
+
+    @torch.no_grad()
+    def teacher_force(self, index: int, side: Side, response: Tensor) -> tuple[Prefix, Tensor]:
+        """One teacher-forced forward over `response` [B, T]: the residual stream that predicts each of its tokens, [B, T, d].
+
+        Leaves tokens 1..T-1 in the cache: no state's prefix holds y_T.
+        """
+        prefix, batch = self.prompt(index, side), self.batches[index]
+        count = response.shape[1] - 1
+        hidden = prefix.last[:, None]
+        if count:
+            real = torch.cat((batch.real, batch.real.new_ones(len(batch.prompts), count)), dim=1)
+            tokens = Tokens(
+                self.policy.embed(response[:, :count]), batch.response_positions(count), causal_mask(real, batch.width)
+            )
+            with self.policy.speaking(side):
+                hidden = torch.cat((hidden, self.policy.run(tokens, prefix.cache)), dim=1)
+        prefix.response = response
+        return prefix, hidden
+
+    def at_response(self, index: int, side: Side, response: Tensor) -> Prefix:
+        """The prefix with `response` in its cache; computed only if it is not what the cache holds already."""
+        prefix = self._cached.get(self._key(index, side))
+        if prefix is not None and prefix.response is not None and torch.equal(prefix.response, response):
+            return prefix
+        return self.teacher_force(index, side, response)[0]
+
+    def _prefill(self, batch: PromptBatch, side: Side) -> Prefix:
+        cache = self.policy.cache(len(batch.prompts), batch.width + self.max_tokens)
+        with self.policy.speaking(side):
+            hidden = self.policy.run(whole_prompts(batch), cache)
+        ends = torch.tensor([prompt.length - 1 for prompt in batch.prompts], device=hidden.device)
+        return Prefix(cache, hidden[torch.arange(len(ends), device=hidden.device), ends].clone())
+
+
+def whole_prompts(batch: PromptBatch) -> Tokens:
+    """Prompts from their first token on."""
+    return Tokens(batch.embeds, batch.positions, prompt_mask(batch.real), batch.deepstack)
+
+
+def prompt_mask(real: Tensor) -> Tensor | None:
+    """None on a GPU, whose attention is faster where it is causal and nothing else: padding is on the right, so that no token has
+    any before it."""
+    return None if real.is_cuda else causal_mask(real, 0)
+
+
+def causal_mask(real: Tensor, start: int) -> Tensor:
+    """Queries are the slots from `start` on, keys are all slots: causal, and only real keys, [B, 1, S, K]."""
+    slots = torch.arange(real.shape[1], device=real.device)
+    return (slots[start:, None] >= slots)[None, None] & real[:, None, None, :]
+
+
+def _partition(prompts: Sequence[EncodedPrompt], batch_tokens: int, max_tokens: int) -> list[list[EncodedPrompt]]:
+    """Prompts of like length together, at most `batch_tokens` padded slots a batch."""
+    groups: list[list[EncodedPrompt]] = []
+    for prompt in sorted(prompts, key=lambda prompt: (prompt.length, prompt.ordinal)):
+        if groups and (len(groups[-1]) + 1) * (prompt.length + max_tokens) <= batch_tokens:
+            groups[-1].append(prompt)
+        else:
+            groups.append([prompt])
+    return groups

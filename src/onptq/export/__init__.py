@@ -1,1 +1,0 @@
-"""Writing a quantized checkpoint that transformers and vLLM load, and reading it back to be sure."""

@@ -1,0 +1,413 @@
+"""From a model and prompts to a quantized checkpoint: check, load, encode, initialize, rounds, measure, export, verify."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from onptq import __version__, methods
+from onptq.check.examine import verify_export
+from onptq.check.probes import probe_prompt
+from onptq.check.trial import ask, questions
+from onptq.checkpoint.card import Calibration
+from onptq.checkpoint.card_tables import read_results
+from onptq.checkpoint.companions import check_room, companion_bytes
+from onptq.checkpoint.folder import CONFIG
+from onptq.checkpoint.load import load_policy
+from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
+from onptq.checkpoint.write import check_apart, check_exportable, check_groups, output_bytes, write_checkpoint
+from onptq.cycle.rounds import Cycle, bank_figures
+from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
+from onptq.data.manifest import manifest_digest
+from onptq.data.prompts import Prompt
+from onptq.engine.budget import Budgets, Held
+from onptq.engine.memory import free_memory
+from onptq.errors import OnPTQError
+from onptq.evaluate.answers import check_items
+from onptq.evaluate.arms import compare_arms, make_arms
+from onptq.evaluate.items import Item, items_digest
+from onptq.files import file_sha256
+from onptq.models.encoding import EncodedPrompt, encode
+from onptq.models.processing import ModelInputs, PromptProcessor
+from onptq.models.structure import LINEARS, NORMS
+from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
+from onptq.quantizer.policy import Policy
+from onptq.quantizer.theta import Theta
+from onptq.recipe import Recipe
+from onptq.run import SUMMARY, Run, check_place, run_home
+from onptq.schemes import Scheme
+
+WEIGHTS = "*.safetensors"
+PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
+T = TypeVar("T")
+INIT = "init.safetensors"
+SHARE_OF_FREE = 0.5  # of the device's free memory, for prefixes and targets together
+
+
+@dataclass(frozen=True)
+class Result:
+    path: Path
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a quantization is given, all of it checked."""
+
+    source: Source
+    out: Path
+    recipe: Recipe
+    scheme: Scheme
+    prompts: Prompts
+    manifest: str | None  # of the calibration prompts, as the user named it
+    device: torch.device
+
+
+def quantize(
+    model: str | Path | Source,
+    out: str | Path,
+    *,
+    calibration: str | Path | Sequence[Prompt] | None = None,
+    recipe: Recipe | None = None,
+    holdout: str | Path | Sequence[Prompt] | None = None,
+    evaluation: Sequence[Item] | None = None,
+    reporter: Reporter | None = None,
+    verify: bool = True,
+    start: Path | None = None,
+    on_bad_prompt: str = "fail",
+) -> Result:
+    """Quantize `model` into the folder `out`; called again after a kill, go on after the last finished step.
+
+    `start` is the file of a theta^(0) that the recipe's base method made of the same prompts before. With `evaluation`,
+    the dense model, plain rounding, the static control and the result answer its items, and the summary has a
+    `comparison`. The checkpoint is the same either way. `on_bad_prompt` is `fail`, or `skip` to leave out prompts that
+    cannot be read or that the model cannot take.
+    """
+    reporter = reporter or QuietReporter()
+    job = check(model, Path(out), recipe or Recipe(), calibration, holdout, on_bad_prompt, reporter)
+    if evaluation is not None:
+        check_items(evaluation)
+    identity = identify(job, reporter)
+    if evaluation is not None:
+        identity["evaluation"] = {"sha256": items_digest(evaluation), "items": len(evaluation)}
+    with Run.open(out, identity, home=run_home(out), warn=reporter.warn) as run:
+        reporter = LoggedReporter(reporter, run.log)
+        if (summary := finished(job, run, reporter)) is not None:
+            return Result(job.out, summary)
+        if start is not None and not run.has(INIT):
+            with run.writing(INIT) as path:
+                shutil.copyfile(start, path)
+        processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
+        policy = load(job, reporter)
+        prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
+        cycle = Cycle(policy, prompts, held_out, job.recipe, run, reporter, _budgets(policy, job.recipe))
+        theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
+        summary = measure(job, cycle)
+        warn_if_worse(summary, reporter)
+        if evaluation is not None:
+            arms = make_arms(cycle, lambda: read_init(policy, run), theta)
+            summary["comparison"] = compare_arms(cycle, arms, evaluation, processor)
+            cycle.speak_as(theta)
+        summary["checkpoint"] = export(job, policy, run, reporter)
+        if verify:
+            summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
+        summary["seconds"] = run.seconds()
+        run.finish(summary)
+    return Result(job.out, summary)
+
+
+def check(
+    model: str | Path | Source,
+    out: Path,
+    recipe: Recipe,
+    calibration: str | Path | Sequence[Prompt] | None,
+    holdout: str | Path | Sequence[Prompt] | None,
+    on_bad_prompt: str,
+    reporter: Reporter,
+) -> Job:
+    """Refuse before any work what would fail later."""
+    device = check_settings(out, recipe, calibration, holdout)
+    check_on_bad_prompt(on_bad_prompt)
+    if not isinstance(model, Source) and not is_hub_id(str(model)):
+        model = find_source(model)
+    if calibration is None and recipe.method != "rtn":
+        fetched = "" if isinstance(model, Source) else f"; {str(model)!r} is no folder here and would be fetched"
+        raise OnPTQError(
+            f"method {recipe.method} needs --calibration, a .jsonl or .parquet manifest of prompts{fetched}"
+        )
+    source = model if isinstance(model, Source) else find_source(model)
+    check_apart(source.folder, out)
+    check_apart(source.folder, run_home(out))
+    scheme = Scheme.parse(recipe.scheme)
+    checkpoint, decoder = check_exportable(source.folder, (*source.family.ignore, *source.family.other_models))
+    check_groups(checkpoint, decoder, scheme)
+    if not (out / CONFIG).exists():
+        check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
+    prompts = _gather(source, calibration, holdout, recipe, on_bad_prompt, reporter)
+    named = str(calibration) if isinstance(calibration, str | Path) else None
+    return Job(source, out, recipe, scheme, prompts, named, device)
+
+
+def check_settings(
+    out: Path,
+    recipe: Recipe,
+    calibration: str | Path | Sequence[Prompt] | None,
+    holdout: str | Path | Sequence[Prompt] | None,
+) -> torch.device:
+    """Refuse what can be refused without the model; return the device."""
+    if not Scheme.parse(recipe.scheme).quantizes_weights:
+        raise OnPTQError(
+            f"scheme {recipe.scheme} leaves the weights in 16 bits: there is nothing to write; expected W2 to W8"
+        )
+    for manifest in (calibration, holdout):
+        if isinstance(manifest, str | Path) and not Path(manifest).exists():
+            raise OnPTQError(f"cannot read the manifest {manifest}: no such file; expected a .jsonl or .parquet file")
+    check_place(out, run_home(out))
+    return choose_device(recipe.compute.device)
+
+
+def _gather(
+    source: Source,
+    calibration: str | Path | Sequence[Prompt] | None,
+    holdout: str | Path | Sequence[Prompt] | None,
+    recipe: Recipe,
+    on_bad_prompt: str,
+    reporter: Reporter,
+) -> Prompts:
+    """The prompts of the run, with a line on how many are used and a warning where that is worth one."""
+    usable = None
+    if on_bad_prompt == "skip":
+        processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+        usable = partial(processor.check, max_new=recipe.follow.max_tokens)
+    modalities = source.family.modalities
+    prompts = gather_prompts(calibration, holdout, recipe.data, modalities, usable=usable, note=reporter.note)
+    for text in prompts.warnings():
+        reporter.warn(text)
+    if prompts.every:
+        reporter.note(prompts.describe())
+    return prompts
+
+
+def identify(job: Job, reporter: Reporter) -> dict[str, Any]:
+    """Everything that makes this run the same as another one: see `Run.open`."""
+    with reporter.phase("Hash the model", total=len(job.source.files), unit="files") as bar:
+        sha256 = job.source.sha256(bar.advance)
+    return {
+        "recipe": job.recipe.model_dump(),
+        "model": {"source": job.source.name, "family": job.source.family.name, "sha256": sha256},
+        "prompts": {
+            "source": job.manifest,
+            "sha256": manifest_digest(job.prompts.every),
+            "calibration": len(job.prompts.calibration),
+            "holdout": len(job.prompts.holdout),
+        },
+        "seeds": {"recipe": job.recipe.seed},
+        "versions": {
+            "onptq": __version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+            "device": torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+        },
+    }
+
+
+def finished(job: Job, run: Run, reporter: Reporter) -> dict[str, Any] | None:
+    """The summary of a finished run whose checkpoint is there as it was written; None if there is work to do."""
+    if run.finished:
+        summary: dict[str, Any] = run.read_json(SUMMARY)
+        damage = damaged(job.out, summary.get("checkpoint") or {})
+        if damage is None:
+            reporter.note(f"{job.out} is a finished run; its summary is shown as it was")
+            return summary
+        reporter.warn(f"the run is finished, but {damage}: the checkpoint is written again")
+    elif run.resumed:
+        reporter.note(f"going on with the run in {run.home}: {', '.join(done(run)) or 'no step'} finished")
+    wanted, got = (job.recipe.data.prompts, job.recipe.data.holdout), job.prompts
+    if job.manifest is not None and (len(got.calibration) < wanted[0] or len(got.holdout) < wanted[1]):
+        reporter.warn(
+            f"{job.manifest} gives {len(got.calibration)} calibration and {len(got.holdout)} held-out prompts; the recipe "
+            f"asks for {wanted[0]} and {wanted[1]}. With few prompts calibration may not help: look at the held-out figures"
+        )
+    return None
+
+
+def done(run: Run) -> list[str]:
+    """The steps that an earlier process finished, in words."""
+    rounds = [f"round {k + 1}" for k in range(len(list(run.file("rounds").glob("*/theta.safetensors"))))]
+    return [*(["the initial theta"] if run.has(INIT) else []), *rounds]
+
+
+def damaged(out: Path, written: Mapping[str, Any]) -> str | None:
+    """How the checkpoint differs from what the run wrote; None if it does not."""
+    for name, digest in written.get("sha256", {CONFIG: None}).items():
+        if not (out / name).is_file():
+            return f"{out / name} is missing"
+        if digest is not None and file_sha256(out / name) != digest:
+            return f"{out / name} has changed"
+    size, before = weight_bytes(out), written.get("bytes", 0)
+    return None if size == before else f"{out} has {size:,} bytes of weights, not {before:,}"
+
+
+def load(job: Job, reporter: LoggedReporter) -> Policy:
+    dtype = choose_dtype(job.recipe.compute.dtype, job.device, reporter.note)
+    with reporter.phase("Load", total=1, unit="checkpoint") as bar:
+        policy = load_policy(job.source, job.scheme, device=job.device, dtype=dtype)
+        bar.advance()
+    return policy
+
+
+def encode_prompts(
+    job: Job, policy: Policy, processor: PromptProcessor, run: Run, reporter: Reporter
+) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
+    """Calibration and held-out prompts, through the towers once for the whole run; `prompts.parquet` records them."""
+    prompts = job.prompts.every
+    with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
+        inputs = processor.ahead(prompts, job.recipe.follow.max_tokens)
+        encoded = encode(policy, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
+    if encoded and not run.has("prompts.parquet"):
+        with run.writing("prompts.parquet") as path:
+            write_prompts(job.prompts, [prompt.ids.tolist() for prompt in encoded], path)
+    count = len(job.prompts.calibration)
+    return encoded[:count], encoded[count:]
+
+
+def initialize(job: Job, policy: Policy, prompts: Sequence[EncodedPrompt], run: Run, reporter: Reporter) -> Theta:
+    """theta^(0), by the recipe's base method."""
+    if run.has(INIT):
+        return read_init(policy, run)
+    recipe = job.recipe
+    with reporter.phase(f"Initialize ({recipe.init})", total=policy.blocks, unit="blocks") as bar:
+        theta = methods.initialize(policy, prompts, recipe, bar.advance, settled=recipe.settles)
+    run.write_behind(theta.saving(), INIT)
+    return theta
+
+
+def read_init(policy: Policy, run: Run) -> Theta:
+    return run.read(INIT, lambda path: Theta.load(path, policy.device))
+
+
+def measure(job: Job, cycle: Cycle) -> dict[str, Any]:
+    """The summary so far: the figures of every round, and of the held-out prompts before and after."""
+    after = cycle.holdout("final", "held-out at the end")
+    before = cycle.holdout("rounds/0", "held-out 1") if job.recipe.rounds else after
+    initial, final = (None if one is None else bank_figures(one.states) for one in (before, after))
+    return {
+        "scheme": str(job.scheme),
+        "method": job.recipe.method,
+        "model": job.source.name,
+        "prompts": {"calibration": len(job.prompts.calibration), "holdout": len(job.prompts.holdout)},
+        "rounds": [cycle.figures(k) for k in range(job.recipe.rounds)],
+        "holdout": {"initial": initial, "final": final},
+        "helped": helped(initial, final) if job.recipe.rounds else None,
+    }
+
+
+def helped(initial: Mapping[str, float] | None, final: Mapping[str, float] | None) -> bool | None:
+    """Whether held-out KL or mismatch fell and the other did not rise; None where nothing is held out."""
+    if initial is None or final is None:
+        return None
+    changes = [final[name] - initial[name] for name in ("kl", "mismatch_percent")]
+    return max(changes) <= 0 and min(changes) < 0
+
+
+def warn_if_worse(summary: Mapping[str, Any], reporter: Reporter) -> None:
+    initial, final = (summary["holdout"][side] for side in ("initial", "final"))
+    if summary["helped"] is False and any(final[name] > initial[name] for name in ("kl", "mismatch_percent")):
+        reporter.warn(
+            f"calibration did not help: on {summary['prompts']['holdout']} held-out prompts mismatch went from "
+            f"{initial['mismatch_percent']:.2f}% to {final['mismatch_percent']:.2f}%, KL from {initial['kl']:.5f} to "
+            f"{final['kl']:.5f}. More prompts may help; --set rounds=0 and another --out keep the initial theta"
+        )
+
+
+def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, Any]:
+    """Write the checkpoint with its model card; return the size of its weights and the hashes of its files."""
+    family = job.source.family
+    with reporter.phase("Export", total=policy.blocks * len((*LINEARS, *NORMS)), unit="modules") as bar:
+        write_checkpoint(
+            job.source.folder,
+            job.out,
+            _counted(policy.folded(), bar),
+            job.scheme,
+            ignore=family.ignore,
+            other_models=family.other_models,
+            method=job.recipe.method,
+            calibration=Calibration.of(job.prompts),
+            results=read_results(run.home, job.recipe.method, job.recipe.seed),
+            name=job.source.name,
+        )
+        files = [job.out / CONFIG, *sorted(job.out.glob(WEIGHTS))]
+        return {"bytes": weight_bytes(job.out), "sha256": {file.name: file_sha256(file) for file in files}}
+
+
+def weight_bytes(out: Path) -> int:
+    return sum(file.stat().st_size for file in out.glob(WEIGHTS))
+
+
+def reload_and_check(
+    job: Job, cycle: Cycle, theta: Theta, processor: PromptProcessor, reporter: Reporter
+) -> dict[str, Any]:
+    """The checkpoint, loaded by transformers, against the graph it was folded from. Releases the policy."""
+    source, policy = job.source, cycle.policy
+    tried = [processor(prompt) for prompt in (probe_prompt(source.family.modalities), *job.prompts.calibration[:1])]
+    with reporter.phase("Verify", total=len(tried), unit="prompts") as bar:
+        dtype = policy.dtype
+        policy.attach(theta)  # simulated, as whoever loads the checkpoint does
+        expected = [_graph_logits(policy, inputs) for inputs in tried]
+        with policy.speaking("D"):
+            dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
+        cycle.release()
+        policy.release()
+        inputs = [one.tensors for one in tried]
+        verification, checks = verify_export(
+            job.out, source, processor, inputs, expected, dense, dtype=dtype, device=job.device
+        )
+        bar.advance(len(tried))
+    for one in checks:
+        if not one.passed:
+            reporter.warn(f"{one.name}: the checkpoint {one.seen}")
+    return asdict(verification) | {"checks": [asdict(one) for one in checks]}
+
+
+def _budgets(policy: Policy, recipe: Recipe) -> Budgets:
+    """Half of what is free, shared by prefixes and targets; Q's weights stay as integers, floats or codes where these fit beside
+    that."""
+    free, cache = free_memory(policy.device), recipe.compute.cache_gib
+    budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
+    parameters = [parameter for block in policy.structure.blocks for parameter in block.module.parameters()]
+    floats, codes = sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters)
+    keep = keep_of_q(free, cache, floats, codes, recipe, policy.device.type == "cuda")
+    return Budgets(budget // 2, budget // 2, keep)
+
+
+def keep_of_q(free: int, cache_gib: float | None, floats: int, codes: int, recipe: Recipe, on_gpu: bool) -> Held:
+    """By the bytes of Q's weights as floats and as codes. Settled codes are theta's own and cost nothing."""
+    codes_fit = recipe.settles or codes < SHARE_OF_FREE * free
+    if codes_fit and on_gpu and recipe.multiplies_integers:
+        return "integers"
+    if cache_gib is None and floats < SHARE_OF_FREE * free / 2:
+        return "floats"
+    return "codes" if codes_fit else "nothing"
+
+
+def _counted(items: Iterable[T], bar: Bar) -> Iterator[T]:
+    for item in items:
+        yield item
+        bar.advance()
+
+
+@torch.no_grad()
+def _graph_logits(policy: Policy, inputs: ModelInputs) -> Tensor:
+    tensors: Mapping[str, Tensor] = {name: tensor.to(policy.device) for name, tensor in inputs.tensors.items()}
+    with policy.speaking("Q"):
+        logits: Tensor = policy.model(**tensors, use_cache=False).logits
+    return logits.float().cpu()

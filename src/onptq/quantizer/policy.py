@@ -1,0 +1,124 @@
+"""D and Q in one: a single set of weights, wrapped so that it speaks as the dense or as the quantized policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from onptq.errors import OnPTQError
+from onptq.models.language_model import LanguageModel, Side
+from onptq.models.structure import LINEARS, NORMS, Block, find_structure
+from onptq.quantizer.folded import FoldedLinear, FoldedNorm
+from onptq.quantizer.modules import Keep, Live, QuantLinear, QuantNorm, Switch
+from onptq.quantizer.theta import Theta
+from onptq.schemes import Scheme
+
+
+class Policy(LanguageModel):
+    """pi_D and pi_Q over the same weights; `speaking` says, for a with-block, which of them answers."""
+
+    def __init__(
+        self, model: nn.Module, scheme: Scheme, *, storage: torch.dtype | None = None, eos: Sequence[int] = ()
+    ) -> None:
+        super().__init__(model, eos, structure=find_structure(model))
+        self.scheme, self.switch = scheme, Switch()
+        self.storage = storage or self.dtype
+        self.wrapped = tuple(self._wrap())
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """The identity of the present Q: differs after every attach, freeze or release, and after every step of an optimizer
+        on an attached theta."""
+        state = self.wrapped[0].state
+        return self.switch.generation, state.theta.version if isinstance(state, Live) else 0
+
+    @contextmanager
+    def speaking(self, side: Side) -> Iterator[None]:
+        before, self.switch.quantized = self.switch.quantized, side == "Q"
+        try:
+            yield
+        finally:
+            self.switch.quantized = before
+
+    # What changes Q: attach, freeze, release, and lent until it ends.
+
+    def attach(self, theta: Theta) -> None:
+        """Q becomes differentiable in theta: weights are fake-quantized in every forward."""
+        for module in self.wrapped:
+            module.attach(theta)
+
+    def freeze(self, theta: Theta, *, keep: Keep = "codes") -> None:
+        """Q becomes what will be deployed: integer codes, scales and folded gains.
+
+        `keep` says what is held of its weights between forwards: codes alone, floats as well (faster), or codes that are
+        multiplied as integers, which takes a scheme that quantizes weights and activations."""
+        if keep == "integers" and not (self.scheme.quantizes_weights and self.scheme.quantizes_activations):
+            raise OnPTQError(f"{self.scheme} leaves floats in its GEMMs; expected weights and activations of integers")
+        for module in self.wrapped:
+            module.freeze(theta, keep)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """A context in which Q may be given any theta; afterwards Q is what it was before."""
+        before = [module.state for module in self.wrapped]
+        try:
+            yield
+        finally:
+            for module, state in zip(self.wrapped, before, strict=True):
+                module.become(state)  # type: ignore[arg-type]
+
+    def release(self) -> None:
+        """Give the memory back; the policy cannot speak any more."""
+        for module in self.wrapped:
+            module.become(None)
+        self.model.to("meta")
+
+    # What leaves Q as it is.
+
+    @torch.no_grad()
+    def settle(self, theta: Theta) -> Theta:
+        """The theta of the same Q with its codes settled, so that smoothing and ratios scale it and round nothing any more."""
+        if not self.scheme.quantizes_weights:
+            return theta.clone()
+        smoothing = {key: u.detach().clone() for key, u in theta.smoothing.items()}
+        return Theta(smoothing, {module.path: module.settle(theta) for module in self._linears()})
+
+    def settle_block(self, theta: Theta, block: Block) -> None:
+        """Settle the codes of one block, in place."""
+        if self.scheme.quantizes_weights:
+            for module in self._linears():
+                if module.block is block:
+                    theta.linears[module.path] = module.settle(theta)
+
+    @torch.no_grad()
+    def centre(self, theta: Theta) -> Theta:
+        """The theta of the same Q with every weight moved by its offset onto the very code it has, half a scale from any other:
+        scales may change a little without changing a code, and a code changes when the evidence for it adds up."""
+        centred = theta.clone()
+        for module in self._linears() if self.scheme.quantizes_weights else ():
+            centred.linears[module.path] = module.centre(theta)
+        return centred
+
+    def folded(self) -> Iterator[tuple[str, FoldedLinear | FoldedNorm]]:
+        """Every folded piece with its name relative to the decoder, block by block, as the exporter takes them."""
+        for module in self.wrapped:
+            yield module.path, module.folded()
+
+    def _linears(self) -> Iterator[QuantLinear]:
+        return (module for module in self.wrapped if isinstance(module, QuantLinear))
+
+    def _wrap(self) -> Iterator[QuantLinear | QuantNorm]:
+        for block in self.structure.blocks:
+            for name in NORMS:
+                norm = QuantNorm(block.child(name), block, name, self.storage, self.switch)
+                block.replace(name, norm)
+                yield norm
+            for name in LINEARS:
+                linear = block.child(name)
+                assert isinstance(linear, nn.Linear)
+                wrapped = QuantLinear(linear, block, name, self.scheme, self.storage, self.switch)
+                block.replace(name, wrapped)
+                yield wrapped

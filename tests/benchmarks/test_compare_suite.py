@@ -1,0 +1,478 @@
+"""`python -m benchmarks.suite`: benchmarks that are kept and shared out, tables made of their reports, goals said in words."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.suite.__main__ import app
+from benchmarks.suite.goals import Standing
+from benchmarks.suite.overview import at_a_glance
+from benchmarks.suite.suites import SUITES, Material, Suite, benchmark_folder, candidate_names, run_suite
+from benchmarks.suite.tables import collect, markdown
+from onptq.bank import States, read_trajectories
+from onptq.data.manifest import load_manifest
+from onptq.errors import OnPTQError
+from onptq.evaluate.candidates import Built, folder_name, parse_candidates
+from onptq.evaluate.items import Grade, Item
+from onptq.progress import Bar, QuietReporter, Reporter
+from onptq.recipe import Recipe
+from onptq.zoo import catalog
+
+RECIPE = Recipe.preset(
+    "light",
+    {
+        "rounds": 1,
+        "data.prompts": 3,
+        "data.holdout": 1,
+        "follow.max_tokens": 6,
+        "calibrate.epochs": 1,
+        "calibrate.batch": 3,
+        "compute.batch_tokens": 200,
+    },
+)
+METHODS = ("rtn", "smoothquant", "static", "uniform", "onptq")
+
+
+class Killed(BaseException):
+    pass
+
+
+class KillingReporter(QuietReporter):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
+        if name == self.name:
+            raise Killed
+        with super().phase(name, total, unit) as bar:
+            yield bar
+
+
+def material(folder: Path) -> Material:
+    prompts = load_manifest(folder / "prompts.jsonl")
+    asked = [Item(f"q{n}", "letter", prompts[n], "", lambda text: Grade(text[:1] < "m"), 2) for n in range(6)]
+    told = [
+        Item(f"t{n}", "speech", prompts[n], "", lambda text: Grade(text.count("e"), len(text)), 8, "word errors")
+        for n in range(3)
+    ]
+    return Material([*asked, *told], prompts[3:], prompts[:3], prompts[3:4])
+
+
+def run(small: Path, out: Path, suite: Suite, **given: Any) -> dict[str, Any]:
+    def draw(family: str, reporter: Reporter) -> Material:
+        assert family == "qwen2.5-vl"
+        return material(small)
+
+    return run_suite(suite, out, draw, RECIPE, replicates=100, **given)
+
+
+def of_models(*models: Path, methods: Sequence[str] = METHODS, schemes: Sequence[str] = ("W4A8",)) -> Suite:
+    return Suite("tried", tuple(map(str, models)), tuple(schemes), tuple(methods), None, 3)
+
+
+@pytest.fixture(scope="module")
+def done(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("suite") / "out"
+    return out, run(small, out, of_models(small), seeds=[0, 1], critical=True)
+
+
+def report_of(out: Path, model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((benchmark_folder(out, str(model)) / "report.json").read_text())
+    return found
+
+
+# --- what is run ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_main_suite_is_every_model_scheme_and_method_on_whole_splits() -> None:
+    main = SUITES["main"]
+    names = candidate_names(main.methods, main.schemes)
+    assert (len(main.models), len(names), len(set(names))) == (5, 7 * 13, 7 * 13)
+    assert (main.items, main.prompts, main.preset) == (None, 512, "best")
+    assert set(main.models) <= set(catalog.ENTRIES)
+    parsed = parse_candidates(names, Recipe.preset(main.preset))
+    assert {one.recipe.data.prompts for one in parsed if isinstance(one, Built)} == {128}
+
+
+def test_further_seeds_are_for_methods_that_have_one() -> None:
+    assert candidate_names(["rtn", "onptq"], ["W4A8"], seed=0, seeds=[0, 1, 2]) == [
+        "rtn:W4A8", "onptq:W4A8", "onptq:W4A8#1", "onptq:W4A8#2",
+    ]  # fmt: skip
+    [plain, seeded, preset] = parse_candidates(["onptq:W4A8", "onptq:W4A8#3", "onptq:W4A8@paper#3"], RECIPE)
+    assert isinstance(plain, Built)
+    assert isinstance(seeded, Built)
+    assert isinstance(preset, Built)
+    assert seeded.recipe == plain.recipe.with_overrides({"seed": 3})
+    assert (preset.name, preset.recipe.seed) == ("onptq:W4A8@paper#3", 3)
+    with pytest.raises(OnPTQError, match="nothing in rtn is random; only static, uniform, onptq take a seed"):
+        parse_candidates(["rtn:W4A8#1"], RECIPE)
+    with pytest.raises(OnPTQError, match="'one' is no seed"):
+        parse_candidates(["onptq:W4A8#one"], RECIPE)
+
+
+def test_uniform_is_onptq_with_every_on_policy_state_weighted_alike() -> None:
+    uniform, ours = parse_candidates(["uniform:W4A8", "onptq:W4A8"], RECIPE)
+    assert isinstance(uniform, Built)
+    assert isinstance(ours, Built)
+    assert uniform.by_the_cycle
+    assert (uniform.recipe.select.rule, ours.recipe.select.rule) == ("all", "risk")
+    assert uniform.recipe == ours.recipe.with_overrides({"select.rule": "all"})
+
+
+def test_uniform_calibrates_on_the_states_that_onptq_visits_first(done: Any, small: Path) -> None:
+    out, _ = done
+    homes = {
+        name: benchmark_folder(out, str(small)) / f"onptq/candidates/{folder_name(f'{name}:W4A8')}/run-run/rounds/0"
+        for name in METHODS[3:]
+    }
+    rollouts = [read_trajectories(home / "trajectories.parquet") for home in homes.values()]
+    assert rollouts[0] == rollouts[1]
+    banks = {name: States.read(home / "bank.parquet") for name, home in homes.items()}
+    assert banks["uniform"].weight == pytest.approx(np.full(len(banks["uniform"]), 1 / len(banks["uniform"])))
+    assert len(np.unique(banks["onptq"].weight)) > 2
+
+
+def test_benchmarks_hold_all_candidates_and_the_tables_say_what_their_reports_say(done: Any, small: Path) -> None:
+    out, tables = done
+    report = report_of(out, small)
+    seeded = [f"{method}:W4A8{seed}" for method in ("static", "uniform", "onptq") for seed in ("", "#1")]
+    names = ["rtn:W4A8", "smoothquant:W4A8", *seeded]
+    assert sorted(report["models"]) == sorted(["dense", *names])
+    [benchmark] = tables["benchmarks"]
+    [scheme] = benchmark["schemes"]
+    assert (benchmark["model"], scheme["scheme"], list(scheme["rows"])) == (str(small), "W4A8", names)
+    assert (tables["missing"], benchmark["missing"], scheme["missing"]) == ([], [], [])
+    for name, found in scheme["rows"].items():
+        assert found["figures"] == report["models"][name]["figures"]
+    assert {ours: list(others) for ours, others in scheme["differences"].items()} == {
+        "onptq:W4A8": ["rtn:W4A8", "smoothquant:W4A8", "static:W4A8", "uniform:W4A8"],
+        "onptq:W4A8#1": ["rtn:W4A8", "smoothquant:W4A8", "static:W4A8#1", "uniform:W4A8#1"],
+    }
+    for ours, others in scheme["differences"].items():
+        for other, found in others.items():
+            figures = [report["models"][name]["figures"] for name in (ours, other)]
+            for measure in ("mismatch", "erosion", "kl", "flips"):
+                first, second = (one[measure]["value"] for one in figures)
+                assert found[measure]["value"] == pytest.approx(first - second, abs=1e-9)
+    assert json.loads((out / "suite.json").read_text()) == json.loads(json.dumps(tables))
+    assert (out / "suite.md").read_text() == markdown(tables)
+
+
+def test_killed_and_shared_out_a_suite_ends_with_the_same_tables(small: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(small, tmp_path / "other")
+    suite = of_models(small, other, methods=("rtn", "smoothquant"), schemes=("W4A8", "W3A8"))
+    whole = run(small, tmp_path / "whole", suite)
+    with pytest.raises(Killed):
+        run(small, tmp_path / "killed", suite, reporter=KillingReporter(f"{other} Compare smoothquant:W4A8"))
+    partly = collect(tmp_path / "killed", suite.name, suite.models, suite.schemes, suite.methods)
+    assert partly["missing"] == [str(other)]
+    assert f"Not measured yet: {other}." in markdown(partly)
+    assert without_cost(run(small, tmp_path / "killed", suite)) == without_cost(whole)
+    for model in (other, small):
+        for scheme in suite.schemes:
+            shared = run(small, tmp_path / "shared", suite, models=[str(model)], schemes=[scheme])
+    assert without_cost(shared) == without_cost(whole)
+
+
+def without_cost(tables: Mapping[str, Any]) -> dict[str, Any]:
+    found = copy.deepcopy(dict(tables))
+    for benchmark in found["benchmarks"]:
+        for model in (benchmark["dense"], *(one for scheme in benchmark["schemes"] for one in scheme["rows"].values())):
+            del model["cost"]
+    return found
+
+
+def test_two_processes_cannot_have_the_same_benchmark(done: Any, small: Path) -> None:
+    out, _ = done
+    lock = benchmark_folder(out, str(small)) / "onptq" / ".lock"
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OnPTQError, match=f"{lock.parent.parent} is in use by another process"):
+            run(small, out, of_models(small))
+
+
+# --- tables and goals -----------------------------------------------------------------------------------------------------
+
+
+def verdicts(**found: str) -> dict[str, Any]:
+    values = {"better": (-2, -3, -1), "worse": (2, 1, 3), "open": (-1, -2, 1), "same": (0, 0, 0)}
+    return {
+        name: dict(zip(("value", "low", "high"), values[verdict], strict=True)) | {"verdict": verdict}
+        for name, verdict in found.items()
+    }
+
+
+def figures(**values: float) -> dict[str, Any]:
+    return {name: {"value": value, "low": value, "high": value} for name, value in values.items()}
+
+
+def label(name: str, less: bool = True, percent: bool = False) -> dict[str, Any]:
+    return {"name": name, "less_is_better": less, "percent": percent, "digits": 1}
+
+
+LABELS = {
+    "read": label("read", False, True),
+    "speech": label("speech WER", True, True),
+    "average": label("average score", False, True),
+    "flips": label("flips", True, True),
+    "mismatch": label("mismatch", True, True),
+    "erosion": label("erosion"),
+    "kl": label("KL"),
+    "critical_flips": label("margin flips", True, True),
+}
+
+
+def standing(scheme: str = "W4A8", **changes: Any) -> Standing:
+    ours = figures(read=80, speech=9, average=80, flips=2, mismatch=3, erosion=0.5, kl=0.1)
+    better = verdicts(flips="better", mismatch="better", erosion="better", kl="better", average="better")
+    base = Standing(
+        scheme,
+        "",
+        ours,
+        {"awq": figures(read=80.9, speech=8.1), "static": figures(read=70, speech=20)},
+        {"awq": better, "static": better},
+        [],
+        LABELS,
+        ["read", "speech"],
+    )
+    return replace(base, **changes)
+
+
+def outcomes(one: Standing) -> dict[str, str]:
+    return {goal.goal: goal.outcome for goal in one.goals()}
+
+
+TASKS = "no task more than 1 point behind the best other method"
+
+
+def test_a_goal_is_met_where_every_interval_excludes_zero() -> None:
+    assert outcomes(standing()) == {
+        "lowest mismatch": "met",
+        "lowest erosion": "met",
+        "lowest flips": "met",
+        "KL no worse than static": "met",
+        TASKS: "met",
+    }
+
+
+@pytest.mark.parametrize("verdict", ["open", "same", "worse"])
+def test_one_method_that_is_not_shown_to_be_worse_misses_the_goal_and_is_named(verdict: str) -> None:
+    one = standing()
+    found = standing(differences=one.differences | {"awq": one.differences["awq"] | verdicts(mismatch=verdict)})
+    [missed] = [goal for goal in found.goals() if goal.outcome == "missed"]
+    assert missed.goal == "lowest mismatch"
+    assert "not shown against awq (" in missed.said
+    assert "static" not in missed.said
+
+
+def test_kl_may_be_level_with_the_control_but_not_worse() -> None:
+    one = standing()
+    for verdict, expected in (("open", "met"), ("worse", "missed")):
+        found = standing(differences=one.differences | {"static": one.differences["static"] | verdicts(kl=verdict)})
+        assert outcomes(found)["KL no worse than static"] == expected
+
+
+@pytest.mark.parametrize(("task", "value"), [("read", 79.8), ("speech", 9.2)])
+def test_a_task_more_than_a_point_behind_is_told_word_errors_included(task: str, value: float) -> None:
+    [missed] = [
+        goal for goal in standing(ours=standing().ours | figures(**{task: value})).goals() if goal.outcome != "met"
+    ]
+    assert missed.goal == TASKS
+    assert missed.said.startswith(f"{LABELS[task]['name']} is 1.1 points behind ({value} against ")
+    assert "of awq" in missed.said
+
+
+def test_mild_schemes_ask_for_nothing_to_be_worse() -> None:
+    one = standing("W8A8")
+    level = verdicts(flips="open", mismatch="same", erosion="open", kl="open", average="open")
+    found = outcomes(standing("W8A8", differences={"awq": level, "static": level}))
+    assert found == {
+        f"{name} no worse than any other method": "met"
+        for name in ("mismatch", "erosion", "flips", "KL", "average score")
+    }
+    worse = outcomes(standing("W8A8", differences=one.differences | {"awq": level | verdicts(average="worse")}))
+    assert [goal for goal, outcome in worse.items() if outcome == "missed"] == [
+        "average score no worse than any other method"
+    ]
+
+
+def test_a_goal_is_open_until_every_method_is_measured() -> None:
+    assert set(outcomes(standing(missing=["gptq"])).values()) == {"open", "met"}
+    assert outcomes(standing(missing=["gptq"]))["KL no worse than static"] == "met"
+    taken = standing(ours=standing().ours | figures(critical_flips=10))
+    [goal] = [goal for goal in taken.goals() if goal.goal == "lowest margin flips"]
+    assert (goal.outcome, "not measured yet: awq, static" in goal.said) == ("open", True)
+
+
+def test_the_order_in_which_two_were_begun_does_not_turn_a_difference_around(
+    done: Any, small: Path, tmp_path: Path
+) -> None:
+    out, tables = done
+    report = report_of(out, small)
+    opposite = {"better": "worse", "worse": "better"}
+    for pair in report["pairs"]:
+        pair["first"], pair["second"] = pair["second"], pair["first"]
+        pair["verdicts"] = {name: opposite.get(verdict, verdict) for name, verdict in pair["verdicts"].items()}
+        for found in pair["differences"].values():
+            if found["value"] is not None:
+                found["value"], found["low"], found["high"] = -found["value"], -found["high"], -found["low"]
+    home = tmp_path / benchmark_folder(out, str(small)).name
+    home.mkdir()
+    (home / "report.json").write_text(json.dumps(report))
+    assert collect(tmp_path, "tried", [str(small)], ["W4A8"], METHODS) == tables
+
+
+def test_the_table_has_the_best_method_of_a_column_in_bold_and_others_beside_it(
+    done: Any, small: Path, tmp_path: Path
+) -> None:
+    out, _ = done
+    report = report_of(out, small)
+    values = {"rtn:W4A8": (50.04, 9.0), "onptq:W4A8": (49.96, 3.0), "smoothquant:W4A8": (40, 8.0)}
+    for name, (score, errors) in values.items():
+        report["models"][name]["figures"] |= figures(letter=score, speech=errors)
+    report["models"]["rtn:W4A8"]["figures"] |= figures(mismatch=0)
+    report["models"]["peer:W4A8"] = copy.deepcopy(report["models"]["rtn:W4A8"])
+    report["models"]["peer:W4A8"]["figures"] |= figures(letter=99, speech=0.1)
+    for name in ("static:W4A8", "static:W4A8#1", "uniform:W4A8", "uniform:W4A8#1", "onptq:W4A8#1"):
+        del report["models"][name]
+    home = tmp_path / "benchmark"
+    home.mkdir()
+    (home / "report.json").write_text(json.dumps(report))
+    lines = markdown(collect(tmp_path, "tried", [str(small)], ["W4A8"], METHODS)).splitlines()
+    first = lines[lines.index(next(line for line in lines if line.startswith("| W4A8"))) :]
+    cells = [line.strip("| ").split(" | ") for line in first[: first.index("")]]
+    rows = {row[0]: row for row in cells}
+    head = rows["W4A8"]
+    assert head[1:5] == ["letter", "average", "speech WER", "flips %"]
+    assert head[-1] == "seconds"
+    letter, speech = head.index("letter"), head.index("speech WER")
+    assert [rows[name][letter] for name in ("rtn", "onptq", "smoothquant", "peer")] == [
+        "**50.0**", "**50.0**", "40.0", "99.0",
+    ]  # fmt: skip
+    assert [rows[name][speech] for name in ("rtn", "onptq", "peer")] == ["9.0", "**3.0**", "0.1"]
+    assert any("**" in cell for cell in rows["rtn"][head.index("flips %") :])
+    assert not any("**" in cell for cell in rows["peer"])  # though it equals rtn there
+    assert any(line.startswith("Not measured yet: ") and line.endswith("W4A8 (static, uniform).") for line in lines)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------
+
+
+def unit(scheme: str, values: Mapping[str, float], others: Mapping[str, str]) -> dict[str, Any]:
+    """A scheme of a benchmark: mismatch of every method, and the verdict on OnPTQ against the others."""
+    rows = {
+        f"{name}:{scheme}": {"label": name, "of_the_suite": True, "figures": figures(mismatch=value)}
+        for name, value in values.items()
+    }
+    found = {f"{name}:{scheme}": {"mismatch": {"verdict": verdict}} for name, verdict in others.items()}
+    return {"scheme": scheme, "rows": rows, "differences": {f"onptq:{scheme}": found}}
+
+
+def test_at_a_glance_counts_verdicts_and_means_only_what_all_benchmarks_have() -> None:
+    mine = [
+        unit("W4A8", {"rtn": 5.0, "awq": 3.0, "onptq": 1.0}, {"rtn": "better", "awq": "open"}),
+        unit("W3A8", {"rtn": 9.0, "awq": 2.0, "onptq": 4.0}, {"rtn": "better", "awq": "worse"}),
+    ]
+    other = [unit("W4A8", {"rtn": 6.0, "onptq": 2.0}, {"rtn": "same"})]
+    labels = {"mismatch": label("mismatch", percent=True)}
+    tables = {"benchmarks": [{"labels": labels, "schemes": mine}, {"labels": labels, "schemes": other}]}
+    lines = list(at_a_glance(tables))
+    assert "| rtn | 2 / 1 / 0 |" in lines
+    assert "| awq | 0 / 1 / 1 |" in lines
+    assert "| mismatch % | W4A8 (2) | W3A8 (1) |" in lines
+    means = lines[lines.index("| mismatch % | W4A8 (2) | W3A8 (1) |") + 2 :]
+    assert [line.replace(" ", "") for line in means] == ["|rtn|5.5|9.0|", "|awq|-|**2.0**|", "|onptq|**1.5**|4.0|"]
+    assert list(at_a_glance({"benchmarks": [{"labels": labels, "schemes": other}]})) == []
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_runs_a_suite_and_says_where_its_tables_are(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    chosen = ("--methods", "rtn", "--tasks", "answer", "--items", 4, "--prompts", 2, "--out", out)
+    result = call("smoke", *chosen)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == f"Tables: {out / 'suite.md'}"
+    said = " ".join(result.stdout.split())
+    assert "Only 4 items in a task and 2 prompts: intervals from so few are too narrow" in said
+    assert SUITES["smoke"].caveats[0] in said
+    tables = json.loads((out / "suite.json").read_text())
+    [benchmark] = tables["benchmarks"]
+    assert (benchmark["model"], benchmark["items"], benchmark["prompts"]) == ("zoo:qwen2.5-vl", {"answer": 4}, 2)
+    assert benchmark["schemes"][0]["missing"] == ["static", "onptq"]
+    report = (out / "qwen2.5-vl" / "report.md").read_text()
+    assert "Measured on embedded items and prompts of the test split." in report
+    again = call("smoke", *chosen, "--json")
+    assert json.loads(again.stdout.splitlines()[-1])["result"] == tables
+    other = call("smoke", *chosen[:4], "--items", 5, *chosen[6:])
+    assert (other.exit_code, "holds another run" in other.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["mian"], "unknown suite; expected one of main, smoke"),
+        (["smoke", "--schemes", "W4A8,"], "--schemes 'W4A8,': expected names with commas"),
+        (["smoke", "--schemes", "int4"], "unknown scheme 'int4'"),
+        (["smoke", "--methods", "rnt"], "did you mean rtn?"),
+        (["smoke", "--seeds", "a"], "--seeds 'a': expected whole numbers"),
+        (["smoke", "--models", "zoo:qwen2.5"], "unknown model 'zoo:qwen2.5'"),
+    ],
+)
+def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    result = call(*arguments, "--out", tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert expected in " ".join(result.stderr.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_not_installed_is_named_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "MODELS", tmp_path / "none")
+    result = call("main", "--models", "zoo:qwen3-vl", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "zoo:qwen3-vl is not part of this installation" in " ".join(result.stderr.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_used_is_noticed_before_anything_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr("benchmarks.suite.__main__.draw_calibration", refuse)
+    (tmp_path / "file").write_text("something")
+    result = call("smoke", "--out", tmp_path / "file")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is a file; expected a folder" in " ".join(result.stderr.split())
+
+
+def test_material_that_cannot_be_drawn_is_named_before_any_benchmark_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "espeakng_loader", None)
+    chosen = ("--models", "zoo:qwen2.5-vl,zoo:qwen2.5-omni", "--methods", "rtn", "--tasks", "answer")
+    result = call("smoke", *chosen, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert "error: zoo:qwen2.5-omni: speech needs the package espeakng-loader: pip install 'onptq[speech]'" in said
+    assert "--models runs the suite on others" in said
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,117 @@
+"""The serving table: what each server really computes for a scheme."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from onptq.checkpoint.serving import (
+    AMPERE,
+    BLACKWELL,
+    CPU,
+    CPU_AMX,
+    HOPPER,
+    HUMMING,
+    MARLIN,
+    NO_INT8,
+    TRANSFORMERS,
+    VLLM,
+    Evidence,
+    Served,
+    Verdict,
+    serving,
+)
+from onptq.schemes import PAPER_SCHEMES, Scheme
+
+
+def rows(scheme: str, hardware: str, switch: str | None = None) -> list[Served]:
+    every = serving(Scheme.parse(scheme))
+    return [row for row in every if row.server == VLLM and row.hardware == hardware and row.switch == switch]
+
+
+@pytest.mark.parametrize("scheme", [*PAPER_SCHEMES, "W8A16", "W3A8", "W4A16-g128", "W4A16-g128-asym", "W16A8"])
+def test_transformers_simulates_every_scheme(scheme: str) -> None:
+    first, *others = serving(Scheme.parse(scheme))
+    assert (first.server, first.verdict, first.evidence) == (TRANSFORMERS, "simulates", "run")
+    assert others
+    assert all(row.server == VLLM for row in others)
+
+
+@pytest.mark.parametrize("scheme", [*PAPER_SCHEMES, "W8A16", "W4A16-g32-asym", "W8A16-asym", "W2A16", "W16A8"])
+def test_every_row_is_well_formed(scheme: str) -> None:
+    for row in serving(Scheme.parse(scheme)):
+        assert row.verdict in get_args(Verdict)
+        assert row.evidence in get_args(Evidence)
+        assert row.computes
+        if row.verdict in ("differs", "doubtful", "refuses"):
+            assert row.note, f"{row} says no reason"
+
+
+@pytest.mark.parametrize("hardware", [AMPERE, "Ada sm89", HOPPER, BLACKWELL])
+def test_w4a8_is_silently_w4a16_on_every_gpu_without_the_switch(hardware: str) -> None:
+    (default,) = rows("W4A8", hardware)
+    assert (default.verdict, default.computes) == ("differs", "int4 x 16-bit")
+    assert default.kernel == ("Machete" if hardware == HOPPER else "Marlin")
+    (switched,) = rows("W4A8", hardware, HUMMING)
+    assert (switched.verdict, switched.kernel, switched.computes) == ("serves", "Humming", "int4 x int8")
+    assert HUMMING == "--linear-backend humming"
+
+
+def test_w4a8_says_where_it_ran_and_with_which_humming_it_was_wrong() -> None:
+    ran = [row for row in serving(Scheme.parse("W4A8")) if row.evidence == "run" and row.server == VLLM]
+    assert [(row.hardware, row.verdict) for row in ran] == [
+        (HOPPER, "differs"),
+        (HOPPER, "serves"),
+        (CPU_AMX, "serves"),
+    ]
+    (switched,) = rows("W4A8", HOPPER, HUMMING)
+    assert "humming-kernels 0.1.17" in switched.note
+    assert "vLLM 0.32 or later: humming-kernels 0.1.10 and 0.1.12" in switched.note
+
+
+@pytest.mark.parametrize(("switch", "kernel"), [(None, "Machete"), (MARLIN, "Marlin"), (HUMMING, "Humming")])
+def test_w4a16_ran_on_hopper_by_three_kernels_in_rows_and_in_groups_by_none(switch: str | None, kernel: str) -> None:
+    assert [(row.kernel, row.evidence) for row in rows("W4A16", HOPPER, switch)] == [(kernel, "run")]
+    assert [row.evidence for row in rows("W4A16-g128", HOPPER, switch)] == ["read"]
+
+
+def test_w4a6_is_simulation_only() -> None:
+    (row,) = [row for row in serving(Scheme.parse("W4A6")) if row.server == VLLM]
+    assert (row.verdict, row.kernel) == ("refuses", None)
+    assert "simulation only" in row.note
+
+
+def test_a_scheme_nobody_tried_is_doubtful_not_served() -> None:
+    (row,) = [row for row in serving(Scheme.parse("W3A8")) if row.server == VLLM]
+    assert (row.verdict, row.evidence) == ("doubtful", "untested")
+
+
+def test_w8a8_runs_up_to_hopper_and_not_on_blackwell() -> None:
+    assert [row.verdict for row in rows("W8A8", AMPERE)] == ["serves"]
+    assert [(row.verdict, row.kernel) for row in rows("W8A8", HOPPER)] == [("serves", "CutlassInt8")]
+    (blackwell,) = rows("W8A8", BLACKWELL)
+    assert (blackwell.verdict, blackwell.evidence) == ("refuses", "documented")
+    assert [row.computes for row in rows("W8A8", CPU)] == ["int8 x int8"]
+
+
+def test_w4a16_gets_int8_activations_on_an_amx_cpu_unless_told_otherwise() -> None:
+    assert [row.verdict for row in rows("W4A16", CPU_AMX)] == ["differs"]
+    assert [(row.verdict, row.computes) for row in rows("W4A16", CPU_AMX, NO_INT8)] == [("serves", "int4 x 16-bit")]
+
+
+def test_w8a16_is_refused_by_the_cpu() -> None:
+    assert [row.verdict for row in rows("W8A16", CPU)] == ["refuses"]
+
+
+def test_groups_and_zero_points_are_served_only_where_the_kernel_lists_them() -> None:
+    assert [row.verdict for row in rows("W4A16-g128", HOPPER)] == ["serves"]
+    assert [row.verdict for row in rows("W4A16-g32", AMPERE)] == ["serves"]
+    assert [row.verdict for row in rows("W4A16-g32", HOPPER)] == ["doubtful"]
+    assert [row.verdict for row in rows("W4A16-asym", AMPERE)] == ["serves"]
+    assert [row.verdict for row in rows("W8A16-asym", AMPERE)] == ["doubtful"]
+
+
+def test_what_was_asked_for_plain_rows_is_only_read_for_groups() -> None:
+    assert [row.evidence for row in rows("W4A16", AMPERE)] == ["asked"]
+    assert [row.evidence for row in rows("W4A16-g128", AMPERE)] == ["read"]

@@ -1,0 +1,583 @@
+"""Bad input at the command line: exit code 2, a message that says what, where and what was expected, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from onptq.bank import States
+from onptq.cli import app
+from onptq.run import Run, run_home
+from onptq.zoo.random import write_random
+
+TINY = {
+    "rounds": 1,
+    "data.prompts": 4,
+    "data.holdout": 2,
+    "follow.max_tokens": 8,
+    "calibrate.epochs": 1,
+    "calibrate.batch": 4,
+    "calibrate.gamma": 0.2,
+    "select.budget": 256,
+    "compute.device": "cpu",
+}
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    return write_random("llama", folder, prompts=6, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512)
+
+
+@pytest.fixture
+def model(small: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return shutil.copytree(small, tmp_path / "model")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def arguments(
+    model: object, out: Path, changes: Mapping[str, Any] | None = None, *more: object, prompts: object = None
+) -> list[str]:
+    options = [part for name, value in (TINY | dict(changes or {})).items() for part in ("--set", f"{name}={value}")]
+    manifest = f"{model}/prompts.jsonl" if prompts is None else prompts
+    line = ["quantize", model, "--out", out, "--calibration", manifest, "--no-verify", "--quiet", *options, *more]
+    return [str(part) for part in line]
+
+
+def call(*args: Any, **options: Any) -> Any:
+    return CliRunner().invoke(app, arguments(*args, **options))
+
+
+def snapshot(*folders: Path) -> dict[str, tuple[int, bytes]]:
+    paths = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+
+def assert_refused(done: Any, *expected: str) -> None:
+    assert isinstance(done.exception, SystemExit), repr(done.exception)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    for text in expected:
+        assert text in done.stderr
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def write_manifest(folder: Path, *lines: object) -> Path:
+    path = folder / "mine.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "expected"),
+    [
+        ({"scheme": "int4"}, (), ("unknown scheme 'int4'", "W4A16, W8A8, W4A8, W4A6", "2 to 8 bits")),
+        ({"scheme": "W9A8"}, (), ("weight bits must be 2 to 8", "got 9")),
+        ({"scheme": "W4A8-g128"}, (), ("weight groups are for weight-only schemes",)),
+        ({"scheme": "W16A8"}, (), ("W16A8", "nothing to write", "expected W2 to W8")),
+        ({"branch.horizn": 3}, (), ("unknown field 'branch.horizn'", "did you mean branch.horizon?")),
+        ({"branch.horizon": 0}, (), ("branch.horizon = 0", "greater than or equal to 1")),
+        ({"branch.horizon": "many"}, (), ("branch.horizon = 'many'", "valid integer")),
+        ({"select.rule": "best"}, (), ("select.rule = 'best'", "'mismatch_near_miss'")),
+        ({}, ("--preset", "papr"), ("unknown preset 'papr'", "did you mean paper?", "light, default, best, paper")),
+        ({}, ("--set", "rounds"), ("'rounds'", "expected field=value")),
+        ({}, ("--method", "gptq"), ("method = 'gptq'", "'onptq', 'static' or 'rtn'")),
+    ],
+)
+def test_settings(
+    changes: dict[str, Any], more: tuple[str, ...], expected: tuple[str, ...], small: Path, out: Path
+) -> None:
+    before = snapshot(small)
+    assert_refused(call(small, out, changes, *more), *expected)
+    assert not out.exists()
+    assert snapshot(small) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(small: Path, out: Path) -> None:
+    assert_refused(call(small, out, {"compute.device": "cuda"}), "'cuda'", "no usable GPU", "cpu, auto")
+    assert not out.exists()
+
+
+def test_a_group_size_that_does_not_divide_the_weights_names_the_linear(small: Path, out: Path) -> None:
+    done = call(small, out, {"scheme": "W4A16-g48"})
+    assert_refused(done, "layers.0.self_attn.q_proj", "64 input columns", "groups of 48")
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_unsupported_family_is_named_with_those_that_work(model: Path, out: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(model_type="mistral"))
+    assert_refused(call(model, out), "'mistral'", "qwen2_5_vl", "llama", "docs/adding-a-family.md")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda model: (model / "config.json").unlink(), ("no readable config.json", "checkpoint folder")),
+        (lambda model: (model / "config.json").write_text("{"), ("cannot read", "config.json")),
+        (lambda model: (model / "config.json").write_text("[1]"), ("config.json",)),
+        (lambda model: (model / "model.safetensors").unlink(), ("no *.safetensors files", "safetensors")),
+        (lambda model: (model / "tokenizer.json").unlink(), ("tokenizer.json",)),
+        (lambda model: (model / "preprocessor_config.json").unlink(), ("preprocessor_config.json",)),
+        (lambda model: (model / "generation_config.json").write_text("{"), ("generation_config.json",)),
+        (lambda model: os.truncate(model / "model.safetensors", 100_000), ("model.safetensors",)),
+        (lambda model: os.truncate(model / "model.safetensors", 4), ("model.safetensors",)),
+    ],
+    ids=[
+        "no config", "broken config", "config of another shape", "no weights", "no tokenizer", "no image processor",
+        "broken generation config", "truncated weights", "truncated header",
+    ],
+)  # fmt: skip
+def test_an_incomplete_model_folder(
+    spoil: Callable[[Path], object], expected: tuple[str, ...], model: Path, out: Path
+) -> None:
+    spoil(model)
+    before = snapshot(model)
+    assert_refused(call(model, out, prompts=model / "prompts.jsonl"), *expected, str(model))
+    assert snapshot(model) == before
+    assert not (out / "config.json").exists()
+
+
+def test_a_shard_that_the_index_names_and_the_folder_lacks(model: Path, out: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, model / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, held in parts.items() for name in held}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "model.safetensors").unlink()
+    (model / "model-00002-of-00002.safetensors").unlink()
+    assert_refused(call(model, out), "model-00002-of-00002.safetensors", str(model))
+
+
+def test_a_missing_tensor_is_named(model: Path, out: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    gone = next(name for name in sorted(tensors) if name.endswith("layers.1.mlp.up_proj.weight"))
+    save_file(
+        {name: value for name, value in tensors.items() if name != gone}, model / "model.safetensors", {"format": "pt"}
+    )
+    assert_refused(call(model, out), "lack 1 tensors", "layers.1.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(value: float, model: Path, out: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    spoiled = next(name for name in sorted(tensors) if name.endswith("layers.1.self_attn.k_proj.weight"))
+    tensors[spoiled][3, 5] = value
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert_refused(call(model, out), "layers.1.self_attn.k_proj.weight", "NaN or infinity", "expected finite")
+    assert not (out / "config.json").exists()
+
+
+def test_after_a_model_is_mended_the_same_command_works(small: Path, model: Path, out: Path) -> None:
+    """The failed attempt computed nothing, so its folder must not stand in the way."""
+    tensors = load_file(model / "model.safetensors")
+    tensors[next(iter(sorted(tensors)))].view(-1)[0] = float("nan")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert_refused(call(model, out), "NaN")
+    shutil.copy(small / "model.safetensors", model / "model.safetensors")
+    done = call(model, out)
+    assert done.exit_code == 0, done.stderr
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(small: Path, out: Path, tmp_path: Path) -> None:
+    assert call(small, tmp_path / "once", {"method": "rtn", "rounds": 0}).exit_code == 0
+    before = snapshot(tmp_path / "once")
+    done = call(tmp_path / "once", out, prompts=small / "prompts.jsonl")
+    assert_refused(done, "quantized already", "compressed-tensors", "expected a dense checkpoint")
+    assert not out.exists()
+    assert snapshot(tmp_path / "once") == before
+
+
+def test_a_hub_id_without_a_network(out: Path, small: Path) -> None:
+    """In a process of its own: the switch is read when the hub client is imported."""
+    line = arguments("nobody/no-such-model", out, prompts=small / "prompts.jsonl")
+    done = subprocess.run(
+        [sys.executable, "-c", "from onptq.cli import main; main()", *line],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: cannot fetch 'nobody/no-such-model' from the hub")
+    assert "Traceback" not in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["nowhere", "/no/such/folder", "./a/b", "a/b/c"])
+def test_a_model_that_is_neither_a_folder_nor_a_hub_id(name: str, out: Path, small: Path) -> None:
+    done = call(name, out, prompts=small / "prompts.jsonl")
+    assert_refused(done, repr(name), "neither a folder here nor a hub id", "expected a checkpoint folder or owner/name")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nowhere", "'nowhere' is neither a folder here nor a hub id; expected"),
+        ("nowhere/", "'nowhere/' is neither a folder here nor a hub id; expected"),
+        ("qwen2.5-vl", "nor a hub id (did you mean zoo:qwen2.5-vl?); expected"),
+        ("zoo:qwen2.5vl", "did you mean zoo:qwen2.5-vl?"),
+    ],
+)
+def test_the_model_is_looked_up_before_prompts_are_asked_for(name: str, expected: str, out: Path) -> None:
+    assert_refused(CliRunner().invoke(app, ["quantize", name, "--out", str(out)]), expected)
+    assert not out.exists()
+
+
+def test_a_quantized_folder_is_refused_before_prompts_are_asked_for(model: Path, out: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(quantization_config={"quant_method": "gptq"}))
+    assert_refused(CliRunner().invoke(app, ["quantize", str(model), "--out", str(out)]), "quantized already (gptq)")
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([], ("mine.jsonl has no prompts", "expected at least one line")),
+        (["", "  "], ("mine.jsonl has no prompts",)),
+        ([{"text": "a"}, {"text": "b"}, '{"text": '], ("mine.jsonl line 3", "not valid JSON", "expected one JSON object")),
+        ([{"text": "a"}, "", {"txt": "b"}], ("mine.jsonl line 3", "unknown column 'txt'", "did you mean text?")),
+        ([{"id": "x"}], ("mine.jsonl line 1 (id 'x')", "exactly one of `messages`, `conversations`, `text`")),
+        ([{"text": "a", "image": "gone.png"}], ("mine.jsonl line 1", "image 'gone.png' not found")),
+        ([{"text": "a", "image": "broken.png"}], ("mine.jsonl line 1", "image 'broken.png' cannot be decoded")),
+        ([{"text": "a", "image": "half.png"}], ("mine.jsonl line 1", "image 'half.png' cannot be decoded")),
+        ([{"text": "a", "audio": "a.wav"}], ("mine.jsonl line 1", "has audio", "takes only image, text")),
+        ([{"id": 1, "text": "a"}, {"id": 1, "text": "b"}], ("line 2", "already taken by line 1")),
+    ],
+    ids=[
+        "empty", "blank", "broken line", "unknown field", "no text", "missing image", "unreadable image",
+        "truncated image", "sound", "two alike",
+    ],
+)  # fmt: skip
+def test_manifests(lines: list[object], expected: tuple[str, ...], small: Path, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"not a picture")
+    Image.effect_noise((64, 64), 50).save(tmp_path / "half.png")
+    os.truncate(tmp_path / "half.png", 1500)
+    manifest = write_manifest(tmp_path, *lines)
+    assert_refused(call(small, out, prompts=manifest), *expected)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "prompts.txt"])
+def test_a_manifest_that_cannot_be_one(name: str, small: Path, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("hello")
+    assert_refused(call(small, out, prompts=tmp_path / name), name)
+    assert not out.exists()
+
+
+def test_a_held_out_manifest_is_checked_alike(small: Path, out: Path, tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path, {"text": "a", "image": "gone.png"})
+    assert_refused(call(small, out, None, "--holdout", manifest), "mine.jsonl line 1", "gone.png")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("method", ["static", "onptq"])
+def test_a_method_that_learns_needs_prompts(method: str, small: Path, out: Path) -> None:
+    done = CliRunner().invoke(app, ["quantize", str(small), "--out", str(out), "--method", method])
+    assert_refused(done, f"method {method} needs --calibration")
+    assert "hub" not in done.stderr
+    assert not out.exists()
+
+
+def test_nothing_is_fetched_before_the_prompts_are_given(out: Path) -> None:
+    done = CliRunner().invoke(app, ["quantize", "owner/name", "--out", str(out)])
+    assert_refused(done, "method onptq needs --calibration", "'owner/name' is no folder here")
+
+
+def test_pictures_for_a_text_model(text_model: Path, small: Path, out: Path) -> None:
+    assert_refused(call(text_model, out, prompts=small / "prompts.jsonl"), "line 1", "has image", "takes only text")
+    assert not out.exists()
+
+
+def test_a_prompt_longer_than_the_context_is_named(model: Path, out: Path, tmp_path: Path) -> None:
+    def shorten(config: dict[str, Any]) -> None:
+        config.get("text_config", config)["max_position_embeddings"] = 64
+
+    edit(model / "config.json", shorten)
+    long = {"id": "a novel", "text": " ".join(["word"] * 80)}
+    manifest = write_manifest(tmp_path, {"id": "short", "text": "Hi"}, long)
+    done = call(model, out, {"data.prompts": 2, "data.holdout": 0}, prompts=manifest)
+    assert_refused(
+        done, "'a novel'", "tokens long", "context of 64", "max_position_embeddings", "expected a shorter prompt"
+    )
+    assert not (out / "config.json").exists()
+
+
+def test_bad_prompts_can_be_skipped(model: Path, out: Path, tmp_path: Path) -> None:
+    def shorten(config: dict[str, Any]) -> None:
+        config.get("text_config", config)["max_position_embeddings"] = 64
+
+    edit(model / "config.json", shorten)
+    long = {"id": "a novel", "text": " ".join(["word"] * 80)}
+    good = [{"text": f"Number {number}"} for number in range(4)]
+    manifest = write_manifest(tmp_path, good[0], long, "{", *good[1:])
+    sizes = {"data.prompts": 3, "data.holdout": 1}
+    assert_refused(call(model, out, sizes, "--on-bad-prompt", "ignore", prompts=manifest), "expected one of fail, skip")
+    done = call(model, out, sizes, "--on-bad-prompt", "skip", prompts=manifest)
+    assert done.exit_code == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "2 bad prompts are skipped" in said
+    assert "line 2 (id 'a novel')" in said
+    assert "line 3: not valid JSON" in said
+    assert pq.read_table(out / "onptq" / "prompts.parquet").column("id").to_pylist() == ["0", "3", "4", "5"]
+
+
+def test_prompts_that_calibrate_and_judge_are_warned_of(small: Path, out: Path) -> None:
+    done = call(small, out, {"data.prompts": 3}, "--holdout", small / "prompts.jsonl")
+    assert done.exit_code == 0, done.stderr
+    assert "held-out prompts are calibration prompts too" in " ".join(done.stderr.split())
+
+
+def test_the_command_says_how_many_prompts_it_uses(small: Path, out: Path) -> None:
+    line = [part for part in arguments(small, out, {"data.prompts": 3}, "--json") if part != "--quiet"]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, done.stderr
+    assert "3 prompts calibrate and 2 are held out, of " in done.output
+
+
+def test_after_a_prompt_is_shortened_the_same_command_works(model: Path, out: Path, tmp_path: Path) -> None:
+    """Nothing was computed from the prompts that did not fit, so their run must not stand in the way."""
+
+    def shorten(config: dict[str, Any]) -> None:
+        config.get("text_config", config)["max_position_embeddings"] = 64
+
+    edit(model / "config.json", shorten)
+    manifest = write_manifest(tmp_path, {"id": "a novel", "text": " ".join(["word"] * 80)}, {"text": "Hi"})
+    sizes = {"data.prompts": 2, "data.holdout": 0}
+    assert_refused(call(model, out, sizes, prompts=manifest), "'a novel'")
+    write_manifest(tmp_path, {"id": "a novel", "text": "Once"}, {"text": "Hi"})
+    done = call(model, out, sizes, prompts=manifest)
+    assert done.exit_code == 0, done.stderr
+
+
+# --- critical sets that are too small: no error ---------------------------------------------------------------------
+
+
+def test_a_budget_larger_than_the_candidates_takes_all_of_them(small: Path, out: Path) -> None:
+    assert call(small, out, {"select.budget": 100_000}).exit_code == 0
+    states = States.read(run_home(out) / "rounds/0/bank.parquet")
+    assert 0 < states.candidates.sum() < len(states)
+    assert (states.critical == states.candidates).all()
+    assert states.weight.sum() == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(("over", "what"), [("critical", "anchor alone"), ("visited", "anchor and the response KL")])
+def test_no_candidates_at_all_warns_and_follows_what_is_left(small: Path, out: Path, over: str, what: str) -> None:
+    """Eight bits change none of the first two tokens, and no erosion counts below the tolerance."""
+    changes = {"scheme": "W8A16", "follow.max_tokens": 2, "risk.near_miss_tol": 1e6, "calibrate.keep": "last"}
+    done = call(small, out, changes | {"init": "search", "calibrate.codes": "free", "calibrate.response_over": over})
+    assert done.exit_code == 0
+    assert "warning: round 1: no candidate states" in done.stderr
+    assert f"the update follows the {what}" in done.stderr
+    states = States.read(run_home(out) / "rounds/0/bank.parquet")
+    assert not states.candidates.any()
+    assert not states.critical.any()
+    assert not states.weight.any()
+    moved, start = (load_file(run_home(out) / f"{name}.safetensors") for name in ("rounds/0/theta", "init"))
+    assert any(not torch.equal(moved[name], start[name]) for name in start)
+
+
+def test_a_model_that_quantization_does_not_change_at_all(model: Path, out: Path) -> None:
+    """All linears are zero: nothing erodes, and no row has a largest weight to take its step from."""
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "visual" not in name and name.endswith("_proj.weight"):
+            tensor.zero_()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    done = call(model, out, {"calibrate.keep": "last"})
+    assert done.exit_code == 0, done.stderr or repr(done.exception)
+    assert "no candidate states" in done.stderr
+    states = States.read(run_home(out) / "rounds/0/bank.parquet")
+    assert (states.erosion.max(), states.risk.max()) == (0, 0)
+    assert states.js.max() < 1e-6
+    for name in ("init.safetensors", "rounds/0/theta.safetensors"):
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(run_home(out) / name).values())
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(small: Path, out: Path) -> None:
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    before = snapshot(out)
+    assert_refused(call(small, out), str(out), "not empty and not a run", "choose another --out")
+    assert snapshot(out) == before
+
+
+def test_a_file_in_the_place_of_the_folder_is_left_alone(small: Path, out: Path) -> None:
+    out.write_text("years of work")
+    assert_refused(call(small, out), f"{out} is a file; expected a folder", "choose another --out")
+    assert out.read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--out", "thesis"), "thesis is a file"),
+        (("--out", "full"), "not empty and not a run"),
+        (("--out", "taken"), "in use by another process"),
+        (("--calibration", "gone.jsonl"), "cannot read the manifest gone.jsonl"),
+        (("--holdout", "gone.jsonl"), "cannot read the manifest gone.jsonl"),
+        pytest.param(
+            ("--device", "cuda"),
+            "no usable GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+        ),
+    ],
+)
+def test_what_is_noticed_at_once_is_said_before_anything_is_drawn_or_hashed(
+    more: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis").write_text("years of work")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("years of work")
+    with Run.open(tmp_path / "taken", {"recipe": {}}):
+        before = snapshot(tmp_path)
+        done = CliRunner().invoke(app, ["quantize", "zoo:qwen2.5-vl", *more])
+        assert_refused(done, expected)
+        assert "Draw" not in done.stderr
+        assert "Hash" not in done.stderr
+        assert snapshot(tmp_path) == before
+
+
+def test_the_folder_of_another_run_is_left_alone_and_the_difference_shown(small: Path, out: Path) -> None:
+    assert call(small, out, {"method": "rtn", "rounds": 0}).exit_code == 0
+    before = snapshot(out)
+    done = call(small, out, {"method": "rtn", "rounds": 0, "scheme": "W8A8"})
+    assert_refused(done, "holds another run", "recipe.scheme: 'W4A8' -> 'W8A8'", "Nothing was changed")
+    assert snapshot(out) == before
+
+
+def test_the_model_folder_itself_is_no_place_for_the_run(model: Path) -> None:
+    before = snapshot(model)
+    assert_refused(call(model, model), str(model), "choose another --out")
+    assert snapshot(model) == before
+
+
+def test_a_folder_inside_the_model_is_refused_before_anything_is_computed(model: Path) -> None:
+    before = snapshot(model)
+    assert_refused(call(model, model / "quantized"), str(model / "quantized"), "outside")
+    assert snapshot(model) == before
+    assert not (model / "quantized").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_folder_that_may_not_be_written(small: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        assert_refused(call(small, tmp_path / "out"), "Permission denied")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+# --- a full disk ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("reference") / "out"
+    assert call(small, out).exit_code == 0
+    return out
+
+
+def results(out: Path) -> dict[str, bytes]:
+    """Every file of the checkpoint and of its run, except those that hold times."""
+    places = [path for folder in (out, run_home(out)) for path in folder.rglob("*") if path.is_file()]
+    varying = ("log.jsonl", "summary.json", "SHA256SUMS")
+    return {str(path.relative_to(out.parent)): path.read_bytes() for path in places if path.name not in varying}
+
+
+@pytest.fixture
+def disk(tmpfs: Callable[[str], Path]) -> Path:
+    """A file system with room for one small run."""
+    return tmpfs("2m")
+
+
+def fill(disk: Path, leave: int) -> Path:
+    ballast, pages = disk / "ballast", shutil.disk_usage(disk).free // 4096
+    ballast.write_bytes(bytes(4096 * (pages - leave)))
+    return ballast
+
+
+@pytest.mark.parametrize("pages", [0, 1, 2, 4, 8, 10, 12, 14, 16, 22, 40, 120])  # fails later with every page of room
+def test_a_full_disk_is_explained_and_the_same_command_continues_once_there_is_room(
+    pages: int, disk: Path, small: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = disk / "out"
+    ballast = fill(disk, leave=pages)
+    monkeypatch.setattr("onptq.pipeline.check_room", lambda *_: None)  # as if others filled the disk meanwhile
+    done = call(small, out)
+    assert_refused(done, "cannot write ", str(out), "free there")
+    assert "No space left" in done.stderr or "not enough room" in done.stderr
+    finished = {name: content for name, content in results(out).items() if not Path(name).name.startswith(".")}
+    expected = results(reference)
+    assert {name: content for name, content in finished.items() if expected[name] != content} == {}
+    assert not (out / "config.json").exists()
+    assert not (run_home(out) / "summary.json").exists()
+    ballast.unlink()
+    done = call(small, out)
+    assert done.exit_code == 0, done.stderr
+    assert results(out) == expected
+
+
+def test_a_disk_without_room_for_the_checkpoint_is_noticed_before_any_work(disk: Path, small: Path) -> None:
+    ballast = fill(disk, leave=40)
+    assert_refused(call(small, disk / "out"), "cannot write the checkpoint to", "not enough room", "are free there")
+    assert list(disk.iterdir()) == [ballast]
+
+
+def test_a_file_that_may_not_grow_is_explained_and_the_run_goes_on_where_it_may(
+    small: Path, out: Path, reference: Path
+) -> None:
+    limit = 12_000  # theta is larger, what comes before it is not
+    source = (
+        "import resource, signal, sys\n"
+        "from onptq.cli import main\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "main()\n"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-c", source, *arguments(small, out)]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: cannot write ")
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (run_home(out) / "summary.json").exists()
+    done = call(small, out)
+    assert done.exit_code == 0, done.stderr
+    assert results(out) == results(reference)

@@ -1,0 +1,133 @@
+"""Theorem 1 and appendix B on random policies and values, with the library's decisions and margins where it has them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from onptq.cycle.compare import Decisions, decide, pair_margin
+
+ACTIONS = 6
+quickly = settings(max_examples=100, deadline=None)
+
+logits = arrays(np.float64, ACTIONS, elements=st.floats(-20, 20, width=32) | st.integers(-1, 1).map(float))
+values = arrays(np.float64, ACTIONS, elements=st.floats(-100, 100, width=32) | st.just(1.0))
+masses = arrays(np.float64, ACTIONS, elements=st.floats(0, 1, width=32) | st.just(0.0)).filter(
+    lambda mass: mass.sum() > 0
+)
+one_hot = st.integers(0, ACTIONS - 1).map(lambda action: np.eye(ACTIONS)[action])
+distributions = logits.map(oracles.softmax) | masses.map(lambda mass: mass / mass.sum()) | one_hot
+ROUNDING = 1e-11  # of sums of values up to 100
+
+
+def decided(z_dense: np.ndarray, z_quant: np.ndarray) -> Decisions:
+    """The library's decision about one state, whose tokens are those of Eqs. 3 and 4."""
+    decision = decide(torch.from_numpy(z_dense)[None], torch.from_numpy(z_quant)[None])
+    reference, quantized = oracles.eq3_actions(z_dense, z_quant)
+    assert (int(decision.reference), int(decision.quantized)) == (reference, quantized)
+    assert int(decision.competitor) == oracles.eq4_competitor(z_quant, reference)
+    return decision
+
+
+@quickly
+@given(dense=distributions, quant=distributions, value=values)
+def test_deviation_is_bounded_by_decision_times_consequence(
+    dense: np.ndarray, quant: np.ndarray, value: np.ndarray
+) -> None:
+    deviation = abs(oracles.eq20_return(quant, value) - oracles.eq20_return(dense, value))
+    assert deviation <= oracles.eq21_bound(dense, quant, value) + ROUNDING
+
+
+@quickly
+@given(policy=distributions, value=values, level=st.floats(-100, 100))
+def test_either_factor_at_zero_leaves_no_deviation(policy: np.ndarray, value: np.ndarray, level: float) -> None:
+    assert oracles.eq21_bound(policy, policy, value) == 0
+    flat = np.full(ACTIONS, level)
+    assert oracles.eq21_bound(policy, np.roll(policy, 1), flat) == 0
+    assert oracles.eq20_return(policy, flat) == pytest.approx(
+        oracles.eq20_return(np.roll(policy, 1), flat), abs=ROUNDING
+    )
+
+
+def test_the_bound_is_attained_when_all_mass_moves_from_the_best_to_the_worst_action() -> None:
+    value = np.array([3.0, -1.0, 0.5, 0.0, 2.0, 1.0])
+    dense, quant = np.eye(ACTIONS)[0], np.eye(ACTIONS)[1]
+    deviation = abs(oracles.eq20_return(quant, value) - oracles.eq20_return(dense, value))
+    assert deviation == oracles.eq21_bound(dense, quant, value) == 4.0
+
+
+@quickly
+@given(z_dense=logits, z_quant=logits, value=values)
+def test_on_the_librarys_pair_the_decomposition_is_exact(
+    z_dense: np.ndarray, z_quant: np.ndarray, value: np.ndarray
+) -> None:
+    decision = decided(z_dense, z_quant)
+    pair = int(decision.reference), int(decision.competitor)
+    dense, quant = oracles.softmax(z_dense), oracles.softmax(z_quant)
+    returns = [oracles.eq29_pair_return(policy, value, *pair) for policy in (dense, quant)]
+    assert abs(returns[1] - returns[0]) == pytest.approx(
+        oracles.eq30_pair_deviation(dense, quant, value, *pair), abs=ROUNDING
+    )
+
+
+@quickly
+@given(z_dense=logits, z_quant=logits)
+def test_the_librarys_margins_are_pair_normalized_log_odds(z_dense: np.ndarray, z_quant: np.ndarray) -> None:
+    decision = decided(z_dense, z_quant)
+    pair = int(decision.reference), int(decision.competitor)
+    for z, margin in ((z_dense, decision.margin_dense), (z_quant, decision.margin_quant)):
+        assert float(margin) == pytest.approx(oracles.eq31_log_odds(oracles.softmax(z), *pair), abs=1e-8)
+
+
+@quickly
+@given(z=logits, pair=st.lists(st.integers(0, ACTIONS - 1), min_size=2, max_size=2, unique=True))
+def test_any_pairs_margin_is_its_log_odds(z: np.ndarray, pair: list[int]) -> None:
+    reference, competitor = (torch.tensor([token]) for token in pair)
+    margin = float(pair_margin(torch.from_numpy(z)[None], reference, competitor))
+    assert margin == pytest.approx(oracles.eq31_log_odds(oracles.softmax(z), *pair), abs=1e-8)
+
+
+@quickly
+@given(z_dense=logits, z_quant=logits)
+def test_erosion_is_mass_moved_from_the_reference_to_the_competitor(z_dense: np.ndarray, z_quant: np.ndarray) -> None:
+    decision = decided(z_dense, z_quant)
+    pair = int(decision.reference), int(decision.competitor)
+    dense, quant = (oracles.eq28_pair_policy(oracles.softmax(z), *pair)[0] for z in (z_dense, z_quant))
+    erosion = float(decision.erosion)
+    assume(abs(float(decision.margin_dense - decision.margin_quant)) > 1e-6)
+    assert (erosion > 0) == (float(decision.margin_quant) < float(decision.margin_dense))
+    if erosion > 0:
+        assert quant <= dense
+        odds = math.log(dense / (1 - dense)) if dense < 1 else math.inf
+        if odds < 12:  # beyond it 1 - dense has no digits left
+            assert math.log(quant / (1 - quant)) == pytest.approx(odds - erosion, abs=1e-6)
+
+
+@quickly
+@given(z_dense=logits, z_quant=logits, value=values)
+def test_the_pair_deviation_obeys_the_theorem_on_two_actions(
+    z_dense: np.ndarray, z_quant: np.ndarray, value: np.ndarray
+) -> None:
+    """With two actions the bound holds with equality: TV is the shifted mass and the span is the difference of values."""
+    decision = decided(z_dense, z_quant)
+    pair = [int(decision.reference), int(decision.competitor)]
+    dense, quant = (np.array(oracles.eq28_pair_policy(oracles.softmax(z), *pair)) for z in (z_dense, z_quant))
+    bound = oracles.eq21_bound(dense, quant, value[pair])
+    exact = oracles.eq30_pair_deviation(oracles.softmax(z_dense), oracles.softmax(z_quant), value, *pair)
+    assert bound == pytest.approx(exact, abs=ROUNDING)
+
+
+@quickly
+@given(z_dense=logits, z_quant=logits)
+def test_decision_discrepancy_has_the_librarys_js_as_its_proxy(z_dense: np.ndarray, z_quant: np.ndarray) -> None:
+    """TV^2 / 2 <= j <= TV ln 2: j vanishes exactly when the theorem's decision factor does."""
+    decision = decided(z_dense, z_quant)
+    distance = oracles.total_variation(oracles.softmax(z_quant), oracles.softmax(z_dense))
+    assert distance**2 / 2 - 1e-13 <= float(decision.js) <= distance * math.log(2) + 1e-13

@@ -1,0 +1,825 @@
+"""`onptq compare`: candidates built here and made elsewhere, on the same items and prompts, kept and added to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import MULTIMODAL, Tiny
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import onptq
+from onptq.bank import MISMATCH, States, read_trajectories
+from onptq.checkpoint.folder import read_folder
+from onptq.checkpoint.load import dense_patterns, load_policy, load_reader
+from onptq.checkpoint.source import find_source, open_checkpoint
+from onptq.checkpoint.write import write_checkpoint
+from onptq.cli import app
+from onptq.cli.drawing import origin
+from onptq.cli.report_tables import LEFT_OUT, fit, print_table
+from onptq.cycle.compare import compare as compare_states
+from onptq.cycle.follow import follow
+from onptq.data.manifest import load_manifest
+from onptq.data.prompts import Prompt
+from onptq.engine.prefixes import Prefixes
+from onptq.errors import OnPTQError
+from onptq.evaluate import comparison
+from onptq.evaluate import session as hall
+from onptq.evaluate.answers import read_answers
+from onptq.evaluate.behaviour import compare_rollouts
+from onptq.evaluate.build import checkpoint_bytes, measured_peak
+from onptq.evaluate.candidates import Built, Made, folder_name, parse_candidates
+from onptq.evaluate.items import Grade, Item
+from onptq.evaluate.report import ReportTable, markdown, sentences
+from onptq.evaluate.scores import score
+from onptq.methods import METHODS
+from onptq.models.language_model import LanguageModel
+from onptq.models.structure import find_structure
+from onptq.progress import Bar, QuietReporter
+from onptq.recipe import Recipe
+from onptq.schemes import Scheme
+from onptq.zoo.random import write_random
+
+RECIPE = Recipe.preset(
+    "light",
+    {
+        "rounds": 1,
+        "data.prompts": 3,
+        "data.holdout": 1,
+        "follow.max_tokens": 6,
+        "calibrate.epochs": 1,
+        "calibrate.batch": 3,
+        "compute.batch_tokens": 200,
+    },
+)
+FEW = 200  # replicates
+
+
+@pytest.fixture(scope="module")
+def prompts(small: Path) -> list[Prompt]:
+    return load_manifest(small / "prompts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def items(prompts: list[Prompt]) -> list[Item]:
+    """Answered at random by a random model: some tasks right or wrong, one by facts."""
+    asked = [Item(f"q{n}", "letter", prompts[n], "", lambda text: Grade(text[:1] < "m"), 2) for n in range(6)]
+    told = [
+        Item(f"t{n}", "tell", prompts[n], "", lambda text: Grade(text.count("e"), len(text)), 8, "facts")
+        for n in range(3)
+    ]
+    return [*asked, *told]
+
+
+@pytest.fixture(scope="module")
+def exported(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Plain rounding, as `onptq quantize` writes it."""
+    out = tmp_path_factory.mktemp("exported") / "rounded"
+    recipe = RECIPE.with_overrides({"scheme": "W4A8", "method": "rtn"})
+    onptq.quantize(small, out, recipe=recipe, verify=False)
+    return out
+
+
+def run(small: Path, out: Path, candidates: Sequence[str], **given: Any) -> dict[str, Any]:
+    prompts = load_manifest(small / "prompts.jsonl")
+    options: dict[str, Any] = {"prompts": prompts[3:], "calibration": prompts[:3], "holdout": prompts[3:4]} | given
+    return comparison.compare(small, candidates, out, recipe=RECIPE, replicates=FEW, **options)
+
+
+def files(out: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(out)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(out.rglob("*"))
+        if path.suffix in (".parquet", ".safetensors") or path.name in ("cost.json", "identity.json")
+    }
+
+
+class Killed(BaseException):
+    pass
+
+
+class KillingReporter(QuietReporter):
+    """Ends the process, as far as the comparison can tell, when the phase of that name has begun."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
+        if name == self.name:
+            raise Killed
+        with super().phase(name, total, unit) as bar:
+            yield bar
+
+
+class ListeningReporter(QuietReporter):
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
+        self.phases.append(name)
+        with super().phase(name, total, unit) as bar:
+            yield bar
+
+
+# --- end to end -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compared(small: Path, items: list[Item], exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("compared") / "out"
+    listening = ListeningReporter()
+    names = ["rtn:W4A8", "smoothquant:W4A6", str(exported)]
+    report = run(small, out, names, items=items, reporter=listening)
+    return out, report, listening.phases
+
+
+def test_methods_and_a_checkpoint_are_compared_on_the_same_items_and_prompts(compared: Any, items: list[Item]) -> None:
+    out, report, _ = compared
+    assert list(report["models"]) == ["dense", "rtn:W4A8", "smoothquant:W4A6", "rounded"]
+    for name, model in report["models"].items():
+        home = out / "onptq" / ("dense" if name == "dense" else f"candidates/{folder_name(name)}")
+        answers = read_answers(home / "answers.parquet")[name]
+        assert [one.item for one in answers] == [item.id for item in items]
+        assert model["tasks"] == score(items, answers).to_dict()["tasks"]
+        assert model["figures"]["letter"]["value"] == pytest.approx(model["tasks"]["letter"]["percent"])
+        if name != "dense":
+            states = States.read(home / "states.parquet")
+            said = {one.prompt: one.tokens for one in read_trajectories(home / "trajectories.parquet")}
+            assert sorted(said) == [0, 1, 2]
+            assert states.token.tolist() == [token for prompt in sorted(said) for token in said[prompt]]
+            assert model["figures"]["kl"]["value"] == pytest.approx(states.kl.mean())
+    assert report["models"]["dense"]["cost"] == {
+        "checkpoint_bytes": report["models"]["dense"]["cost"]["checkpoint_bytes"]
+    }
+
+
+def test_a_method_built_here_and_the_checkpoint_that_was_written_of_it_cannot_be_told_apart(compared: Any) -> None:
+    out, report, _ = compared
+    built, made = (out / "onptq" / "candidates" / folder_name(name) for name in ("rtn:W4A8", "rounded"))
+    for file in ("states.parquet", "trajectories.parquet"):
+        assert pq.read_table(built / file).equals(pq.read_table(made / file))
+    [pair] = [one for one in report["pairs"] if (one["first"], one["second"]) == ("rtn:W4A8", "rounded")]
+    assert set(pair["verdicts"].values()) <= {"same", "unknown"}
+    assert "rounded against rtn:W4A8: no difference in anything measured." in sentences(report)
+
+
+def test_the_cost_of_what_is_built_is_the_exporter_s_size_and_measured_time(compared: Any, exported: Path) -> None:
+    _, report, _ = compared
+    costs = {name: model["cost"] for name, model in report["models"].items()}
+    written = sum(file.stat().st_size for file in exported.glob("*.safetensors"))
+    assert costs["rounded"] == {"checkpoint_bytes": written}
+    apart = headers(exported) - headers(Path(report["dense"]))
+    built = costs["rtn:W4A8"]["checkpoint_bytes"] + apart
+    assert built == pytest.approx(written, rel=0.005)  # shapes of packed weights apart
+    assert costs["rtn:W4A8"]["checkpoint_bytes"] < costs["dense"]["checkpoint_bytes"]
+    assert costs["smoothquant:W4A6"]["seconds"] > 0
+    assert costs["smoothquant:W4A6"]["peak_bytes"] > 10 * 2**20
+
+
+def test_towers_run_once_for_all_that_share_them_and_once_more_for_a_checkpoint(compared: Any) -> None:
+    _, _, phases = compared
+    assert [name for name in phases if name.startswith("Encode items")] == ["Encode items", "Encode items rounded"]
+    assert [name for name in phases if name.startswith("Encode prompts")] == [
+        "Encode prompts",
+        "Encode prompts rounded",
+    ]
+    assert phases.count("Answer dense") == phases.count("Encode calibration") == 1
+
+
+def test_every_pair_has_differences_tests_and_a_sentence(compared: Any) -> None:
+    out, report, _ = compared
+    pairs = [(pair["first"], pair["second"]) for pair in report["pairs"]]
+    assert len(pairs) == 3 + 3
+    assert pairs[:3] == [("dense", name) for name in list(report["models"])[1:]]
+    for pair, sentence in zip(report["pairs"], sentences(report), strict=True):
+        assert sentence.startswith(f"{pair['second']} against {pair['first']}: ")
+        assert sentence.endswith(".")
+        a, b = (report["models"][pair[side]]["figures"] for side in ("first", "second"))
+        for name, found in pair["differences"].items():
+            if found["value"] is not None:
+                assert found["value"] == pytest.approx(b[name]["value"] - a[name]["value"], abs=1e-9)
+                assert found["low"] <= found["high"]
+        assert ("flips" in pair["mcnemar"]) == (pair["first"] != "dense")
+    words = (out / "report.md").read_text()
+    assert words == markdown(report)
+    assert json.loads((out / "report.json").read_text())["models"].keys() == report["models"].keys()
+    for name in report["models"]:
+        assert f"| {name} |" in words
+
+
+def test_flips_against_dense_are_those_of_mcnemar_s_test(compared: Any) -> None:
+    _, report, _ = compared
+    for pair in report["pairs"]:
+        if pair["first"] == "dense":
+            flips, test = report["models"][pair["second"]]["flips"], pair["mcnemar"]["right"]
+            assert (flips["right_to_wrong"], flips["wrong_to_right"]) == (test["only_first"], test["only_second"])
+            assert f"{flips['right_to_wrong'] + flips['wrong_to_right']} of {flips['items']} answers flipped" in (
+                "".join(one for one in sentences(report) if one.startswith(f"{pair['second']} against dense"))
+            )
+
+
+# --- kept, added, resumed, refused ----------------------------------------------------------------------------------------
+
+
+def test_a_candidate_is_added_without_running_the_others_again(
+    compared: Any, small: Path, items: list[Item], exported: Path, tmp_path: Path
+) -> None:
+    out, before, _ = compared
+    copied = shutil.copytree(out, tmp_path / "out")
+    kept = files(copied)
+    listening = ListeningReporter()
+    report = run(small, copied, ["rtn:W4A8", "rtn:W8A8"], items=items, reporter=listening)
+    assert list(report["models"]) == [*before["models"], "rtn:W8A8"]
+    assert {name: model for name, model in report["models"].items() if name in before["models"]} == before["models"]
+    assert [phase for phase in listening.phases if phase.startswith(("Answer", "Follow", "Build"))] == [
+        "Build rtn:W8A8",
+        "Answer rtn:W8A8",
+        "Follow rtn:W8A8",
+    ]
+    after = files(copied)
+    assert {name: after[name] for name in kept} == kept
+    assert len(after) > len(kept)
+
+
+def test_a_comparison_that_is_whole_loads_no_model(
+    compared: Any, small: Path, items: list[Item], exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, before, _ = compared
+    copied = shutil.copytree(out, tmp_path / "out")
+    monkeypatch.setattr(hall, "load_policy", None)
+    monkeypatch.setattr(comparison, "load_reader", None)
+    assert run(small, copied, [str(exported), "rtn:W4A8"], items=items) == before
+
+
+@pytest.mark.parametrize("phase", ["Build smoothquant:W4A6", "Compare rtn:W4A8", "Follow rounded"])
+def test_killed_at_any_moment_it_ends_with_the_same_report(
+    compared: Any, small: Path, items: list[Item], exported: Path, tmp_path: Path, phase: str
+) -> None:
+    _, expected, phases = compared
+    assert phase in phases
+    names = ["rtn:W4A8", "smoothquant:W4A6", str(exported)]
+    with pytest.raises(Killed):
+        run(small, tmp_path / "out", names, items=items, reporter=KillingReporter(phase))
+    kept = files(tmp_path / "out")
+    found = run(small, tmp_path / "out", names, items=items)
+    after = files(tmp_path / "out")
+    assert {name: after[name] for name in kept} == kept
+    assert without_cost(found) == without_cost(expected)
+
+
+def without_cost(report: dict[str, Any]) -> dict[str, Any]:
+    models = {name: {key: model[key] for key in model if key != "cost"} for name, model in report["models"].items()}
+    return report | {"models": models}
+
+
+def test_a_process_that_is_really_killed_leaves_nothing_torn(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [
+        sys.executable, "-c", "from onptq.cli import main; main()", "compare", str(small), "rtn:W4A8", "search:W4A8",
+        "--tasks", "none",
+        "--manifest", str(small / "prompts.jsonl"), "--calibration", str(small / "prompts.jsonl"), "--out", str(out),
+        "--set", "follow.max_tokens=4",
+    ]  # fmt: skip
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=one_thread)
+    deadline = time.monotonic() + 120
+    while not (out / "onptq" / "candidates" / folder_name("rtn:W4A8") / "theta.safetensors").exists():
+        assert time.monotonic() < deadline
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    assert not (out / "report.json").exists()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=one_thread)
+    assert "search:W4A8 against rtn:W4A8: " in done.stdout
+    assert (out / "report.md").exists()
+    assert not list(out.rglob(".onptq-tmp-*"))
+
+
+def test_other_items_prompts_or_another_dense_model_are_refused(
+    compared: Any, small: Path, items: list[Item], prompts: list[Prompt], tmp_path: Path
+) -> None:
+    out, _, _ = compared
+    before = files(out)
+    with pytest.raises(OnPTQError, match=r"holds another run[\s\S]*items.count: 9 -> 8"):
+        run(small, out, ["rtn:W4A8"], items=items[:-1])
+    with pytest.raises(OnPTQError, match=r"prompts.sha256"):
+        run(small, out, ["rtn:W4A8"], items=items, prompts=[prompts[3], prompts[5], prompts[4]])
+    other = shutil.copytree(small, tmp_path / "other")
+    settings = json.loads((other / "generation_config.json").read_text())
+    (other / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [1]}))
+    with pytest.raises(OnPTQError, match=r"model.sha256"):
+        run(other, out, ["rtn:W4A8"], items=items)
+    assert files(out) == before
+
+
+def test_another_candidate_under_a_kept_name_is_refused(
+    compared: Any, small: Path, items: list[Item], prompts: list[Prompt], tmp_path: Path
+) -> None:
+    out, _, _ = compared
+    before = files(out)
+    with pytest.raises(OnPTQError, match=r"results of another smoothquant:W4A6 [\s\S]*calibration"):
+        run(small, out, ["smoothquant:W4A6"], items=items, calibration=prompts[:2])
+    with pytest.raises(OnPTQError, match=r"results of another rounded [\s\S]*checkpoint"):
+        run(small, out, [f"rounded={small}"], items=items)
+    assert files(out) == before
+
+
+def test_only_items_or_only_prompts_can_be_compared_by_but_not_nothing(
+    small: Path, items: list[Item], tmp_path: Path
+) -> None:
+    answers = run(small, tmp_path / "answers", ["rtn:W4A8"], items=items, prompts=())
+    assert "kl" not in answers["models"]["rtn:W4A8"]["figures"]
+    states = run(small, tmp_path / "states", ["rtn:W4A8"])
+    assert "tasks" not in states["models"]["rtn:W4A8"]
+    assert states["pairs"][0]["differences"] == {}
+    for report in (answers, states):
+        assert "rtn:W4A8" in markdown(report)
+    with pytest.raises(OnPTQError, match="nothing to compare by"):
+        run(small, tmp_path / "none", ["rtn:W4A8"], prompts=())
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_cycle_builds_its_candidates_too_and_its_checkpoint_is_the_one_compared(
+    small: Path, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    report = run(small, out, ["static:W4A8"])
+    folder = out / "onptq" / "candidates" / folder_name("static:W4A8") / "run"
+    assert (folder / "config.json").exists()
+    cost = report["models"]["static:W4A8"]["cost"]
+    assert cost["checkpoint_bytes"] == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert cost["seconds"] > 0
+    again = run(small, out, [f"written={folder}"])
+    assert "written against static:W4A8: no difference in anything measured." in sentences(again)
+
+
+# --- states ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*MULTIMODAL, "llama"])
+def test_states_are_those_that_compare_finds(tiny: Callable[[str], Tiny], family: str) -> None:
+    model = tiny(family)
+    policy = model.policy("W4A16")
+    policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
+    prefixes = Prefixes(policy, model.encode(policy, 5), max_tokens=5, batch_tokens=200)
+    trajectories = follow(prefixes)
+    expected, found = compare_states(prefixes, trajectories), compare_rollouts(prefixes, prefixes, trajectories)
+    for name, column in vars(expected).items():
+        assert np.array_equal(column, getattr(found, name)), name
+
+
+def test_logits_that_are_not_finite_are_reported_with_the_candidate_s_name(
+    small: Path, exported: Path, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(exported, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    [gain] = [name for name in tensors if name.endswith("model.norm.weight")]
+    tensors[gain] = torch.full_like(tensors[gain], torch.nan)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OnPTQError, match=r"broken: .*not finite"):
+        run(small, tmp_path / "out", [str(broken)])
+
+
+# --- checkpoints made by others -------------------------------------------------------------------------------------------
+
+
+def exact_names(folder: Path) -> None:
+    """The ignore list as compressed-tensors writes it: every plain linear by its exact name on disk."""
+    tensors = load_file(folder / "model.safetensors")
+    quantized = {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}
+    linears = {
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and tensor.ndim == 2
+    }
+    plain = sorted(linears - quantized)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = [*plain, "lm_head"]
+    config.get("thinker_config", {}).pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@torch.no_grad()
+def picture_logits(reader: Any, model: Tiny) -> torch.Tensor:
+    inputs = model.processor(load_manifest(model.manifest)[2])
+    found: torch.Tensor = reader.model(**inputs.tensors, use_cache=False).logits
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_towers_stay_plain_though_the_ignore_list_names_them_as_on_disk(
+    tiny: Callable[[str], Tiny], family: str, scheme: str, tmp_path: Path
+) -> None:
+    """As llm-compressor leaves its checkpoints; transformers alone would take the towers for quantized."""
+    model = tiny(family)
+    policy = model.policy(scheme)
+    policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
+    known = model.source.family
+    write_checkpoint(
+        model.folder, tmp_path, policy.folded(), policy.scheme, ignore=known.ignore, other_models=known.other_models
+    )
+    exact_names(tmp_path)
+    reader = load_reader(open_checkpoint(str(tmp_path)), torch.float32, torch.device("cpu"), model.source.eos())
+    with policy.speaking("Q"):
+        expected = picture_logits(policy, model)
+    assert torch.equal(picture_logits(reader, model), expected)
+
+
+def test_a_decoder_linear_left_plain_by_its_name_on_disk_stays_plain(
+    tiny: Callable[[str], Tiny], tmp_path: Path
+) -> None:
+    model = tiny("qwen2.5-vl")
+    policy = model.policy("W4A16")
+    policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
+    write_checkpoint(model.folder, tmp_path, policy.folded(), policy.scheme, ignore=model.source.family.ignore)
+    tensors, dense = load_file(tmp_path / "model.safetensors"), load_file(model.source.shards[0])
+    [name] = [key for key in dense if key.endswith("layers.1.mlp.down_proj.weight") and "visual" not in key]
+    for key in [key for key in tensors if key.startswith(name.removesuffix("weight"))]:
+        del tensors[key]
+    save_file(tensors | {name: dense[name]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    exact_names(tmp_path)
+    reader = load_reader(open_checkpoint(str(tmp_path)), torch.float32, torch.device("cpu"), ())
+    linear = reader.structure.blocks[1].child("down_proj")
+    assert getattr(linear, "quantization_scheme", None) is None
+    assert torch.equal(linear.weight, dense[name].float())
+    assert getattr(reader.structure.blocks[0].child("down_proj"), "quantization_scheme", None) is not None
+    assert any("layers" in pattern for pattern in dense_patterns(read_folder(tmp_path), model.source.family))
+
+
+class Packed(nn.Module):
+    """A linear as other packages bring it: no nn.Linear, and nothing called weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.out_features = linear, linear.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def test_linears_and_heads_of_any_kind_are_run_as_they_are(tiny: Callable[[str], Tiny]) -> None:
+    model = tiny("qwen2.5-vl")
+    plain, packed = (
+        load_reader(model.source, torch.float32, torch.device("cpu"), model.source.eos()).model for _ in range(2)
+    )
+    for block in find_structure(packed).blocks:
+        for name in ("q_proj", "down_proj"):
+            block.replace(name, Packed(block.child(name)))
+    packed.lm_head = Packed(packed.lm_head)
+    readers = [LanguageModel(one, model.source.eos()) for one in (plain, packed)]
+    assert readers[0].vocabulary == readers[1].vocabulary
+    encoded = model.encode(readers[0], 3)
+    dense, other = (Prefixes(reader, encoded, max_tokens=4) for reader in readers)
+    trajectories = follow(other)
+    assert trajectories == follow(dense)
+    states = compare_rollouts(dense, other, trajectories)
+    assert states.kl.max() < 1e-5
+    assert not (states.kind == MISMATCH).any()
+
+
+def test_a_checkpoint_with_other_tokens_is_refused(small: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_random("qwen2.5-vl", other, prompts=1, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=640, image_size=56)
+    with pytest.raises(OnPTQError, match="has 640 output tokens, the dense model 512"):
+        run(small, tmp_path / "out", [str(other)])
+
+
+def test_a_dense_folder_is_a_candidate_that_differs_in_nothing(small: Path, items: list[Item], tmp_path: Path) -> None:
+    report = run(small, tmp_path / "out", [f"itself={small}"], items=items)
+    figures = report["models"]["itself"]["figures"]
+    assert (figures["mismatch"]["value"], figures["flips"]["value"], figures["changed"]["value"]) == (0, 0, 0)
+    assert figures["kl"]["value"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("harm", "expected"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no readable config.json"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "expected a JSON object"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors files"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"torn"), "cannot be read"),
+        (lambda folder: drop_tensor(folder), "missing or misshapen|does not load"),
+        (lambda folder: change_config(folder, model_type="llama"), "is a llama model, the dense one is qwen2.5-vl"),
+        (lambda folder: change_config(folder, quantization_config={"quant_method": "gptq"}), "gptq"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(
+    small: Path, exported: Path, tmp_path: Path, harm: Callable[[Path], Any], expected: str
+) -> None:
+    broken = shutil.copytree(exported, tmp_path / "broken")
+    harm(broken)
+    with pytest.raises(OnPTQError, match=expected) as raised:
+        run(small, tmp_path / "out", [str(broken)])
+    assert str(broken) in str(raised.value)
+
+
+def test_a_broken_checkpoint_can_be_mended_and_compared_under_the_same_name(
+    small: Path, exported: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(exported, tmp_path / "mended")
+    drop_tensor(folder)
+    run(small, tmp_path / "out", ["rtn:W8A8"])
+    with pytest.raises(OnPTQError, match=r"missing or misshapen|does not load"):
+        run(small, tmp_path / "out", [str(folder)])
+    shutil.copy(exported / "model.safetensors", folder)
+    assert list(run(small, tmp_path / "out", [str(folder)])["models"]) == ["dense", "rtn:W8A8", "mended"]
+
+
+def drop_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[next(name for name in tensors if "visual" in name and name.endswith("qkv.weight"))]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+# --- candidates -----------------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_folders_named_folders_or_methods_with_a_scheme(tmp_path: Path) -> None:
+    folder = tmp_path / "some model"
+    folder.mkdir()
+    found = parse_candidates(
+        [str(folder), f"mine={folder}", "rtn:w4a8", "onptq:W4A6@paper", "zoo:qwen2.5-vl"],
+        RECIPE.with_overrides({"seed": 7, "compute.device": "cpu"}),
+        ["rounds=3"],
+    )
+    assert found[:2] == [Made("some model", str(folder)), Made("mine", str(folder))]
+    assert found[4] == Made("zoo:qwen2.5-vl", "zoo:qwen2.5-vl")
+    rounded, learned = found[2], found[3]
+    assert isinstance(rounded, Built)
+    assert isinstance(learned, Built)
+    assert (rounded.name, rounded.scheme, rounded.by_the_cycle) == ("rtn:W4A8", Scheme(4, 8), False)
+    assert (learned.name, learned.by_the_cycle) == ("onptq:W4A6@paper", True)
+    assert learned.recipe == Recipe.preset(
+        "paper", {"rounds": 3, "scheme": "W4A6", "seed": 7, "compute.device": "cpu", "compute.batch_tokens": 200}
+    )
+
+
+def test_names_that_look_alike_in_a_folder_keep_their_own_figures(small: Path, exported: Path, tmp_path: Path) -> None:
+    coarse = tmp_path / "coarse"
+    onptq.quantize(small, coarse, recipe=RECIPE.with_overrides({"scheme": "W2A8", "method": "rtn"}), verify=False)
+    names = {"run 1": exported, "run-1": coarse, "..": exported, ".": coarse, "a/b": exported, "rtn-W8A8": coarse}
+    together = run(small, tmp_path / "all", [*(f"{name}={folder}" for name, folder in names.items()), "rtn:W8A8"])
+    assert list(together["models"]) == ["dense", *names, "rtn:W8A8"]
+    for name, folder in names.items():
+        alone = run(small, tmp_path / "alone" / folder.name, [f"one={folder}"])
+        assert together["models"][name]["figures"] == alone["models"]["one"]["figures"]
+    kept = {path.name for path in (tmp_path / "all" / "onptq" / "candidates").iterdir()}
+    assert kept == {folder_name(name) for name in (*names, "rtn:W8A8")}
+    assert {"run-1", "rtn-W8A8"} < kept
+    assert len(kept) == len(names) + 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([], "nothing to compare"),
+        (["nowhere"], "'nowhere' is no folder here"),
+        (["rnt:W4A8"], r"unknown method \(did you mean rtn\?\)"),
+        (["rtn:int4"], "unknown scheme 'int4'"),
+        (["rtn:W16A8"], "leaves the weights in 16 bits"),
+        (["onptq:W4A8@papper"], "did you mean paper"),
+        (["rtn:W4A8", "rtn:w4a8"], "'rtn:W4A8' is the name of more than one"),
+        (["dense=."], "'dense' is the name of more than one"),
+    ],
+)
+def test_what_is_no_candidate_is_refused(texts: list[str], expected: str) -> None:
+    with pytest.raises(OnPTQError, match=expected):
+        parse_candidates(texts, RECIPE)
+
+
+def test_a_method_that_needs_prompts_says_so(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(OnPTQError, match="search:W4A8 needs calibration prompts"):
+        run(small, tmp_path / "out", ["search:W4A8"], calibration=())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scheme", ["W4A8", "W8A8", "W3A8", "W4A16-g32-asym"])
+def test_the_size_of_a_checkpoint_is_known_without_writing_it(small: Path, tmp_path: Path, scheme: str) -> None:
+    source = find_source(small)
+    policy = load_policy(source, scheme)
+    policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
+    write_checkpoint(source.folder, tmp_path, policy.folded(), policy.scheme, ignore=source.family.ignore)
+    written = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    expected = checkpoint_bytes(policy, source) + headers(tmp_path) - headers(source.folder)
+    assert expected == pytest.approx(written, rel=0.005)  # shapes of packed weights apart
+
+
+def headers(folder: Path) -> int:
+    """Bytes before the tensors of every shard."""
+    return sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors"))
+
+
+def test_the_peak_is_of_the_block_alone() -> None:
+    with measured_peak(torch.device("cpu")) as large:
+        held = torch.ones(2**26)
+        del held
+    with measured_peak(torch.device("cpu")) as little:
+        pass
+    if large.bytes is None or little.bytes is None:
+        pytest.skip("this system does not say what a process held")
+    assert large.bytes - little.bytes > 2**27
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_compares_on_manifests_and_prints_tables_and_sentences(small: Path, tmp_path: Path) -> None:
+    common = ("--tasks", "none", "--manifest", small / "prompts.jsonl", "--prompts", 4, "--set", "follow.max_tokens=4")
+    result = call("compare", small, "rtn:W4A8", "rtn:W3A8", "--out", tmp_path / "out", *common)
+    assert result.exit_code == 0, result.output
+    for text in (
+        "Behaviour",
+        "Cost",
+        "rtn:W3A8 against rtn:W4A8: ",
+        "of prompts.jsonl.",
+        "bootstrap",
+        "Only 4 prompts",
+    ):
+        assert text in result.stdout
+    assert "against dense:" not in result.stdout  # without items nothing pairs a candidate with the dense model
+    again = call("compare", small, "rtn:W4A8", "--out", tmp_path / "out", *common, "--json")
+    events = [json.loads(line) for line in again.stdout.splitlines()]
+    assert events[-1]["event"] == "result"
+    assert list(events[-1]["result"]["models"]) == ["dense", "rtn:W4A8", "rtn:W3A8"]
+    assert call("compare", small, "rtn:W4A8", "--out", tmp_path / "out", *common, "--quiet").stdout == ""
+
+
+def test_the_command_skips_bad_prompts_and_warns_of_those_it_was_calibrated_with(small: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "mine.jsonl"
+    texts = [f"Number {number}" for number in range(4)]
+    manifest.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *texts]))
+    known = tmp_path / "known.jsonl"
+    known.write_text(json.dumps({"id": "same", "text": texts[2]}) + "\n")
+    result = call(
+        *("compare", small, "rtn:W4A8", "--out", tmp_path / "out", "--tasks", "none", "--manifest", manifest),
+        *("--calibration", known, "--prompts", 3, "--on-bad-prompt", "skip", "--set", "follow.max_tokens=4", "--quiet"),
+    )
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "1 bad prompts are skipped:" in said
+    assert "line 1: `text` must not be empty" in said
+    assert "1 of 3 prompts that behaviour is compared on are calibration prompts too, e.g. prompt '3'" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["rtn:W4A8", "--on-bad-prompt", "ignore"], "expected one of fail, skip"),
+        (["rtn:W4A8", "--split", "train"], "expected one of test, held-out"),
+        (["rtn:W4A8", "--tasks", "choice,reed", "--prompts", "0"], "unknown task 'reed'"),
+        (["search:W4A8", "--tasks", "none"], "need --calibration"),
+        (["rtn:W4A8", "--tasks", "none", "--prompts", "0"], "nothing to compare by"),
+        (["rtn:W4A8", "--calibration", "nope.jsonl"], "cannot read the manifest nope.jsonl"),
+        (["rtn:W4A8", "--quiet", "--json"], "one of --quiet and --json"),
+        (["rtn:W4A8", "--preset", "huge"], "unknown preset"),
+        (["rtn:W4A8", "--set", "nothing=1"], "unknown field"),
+    ],
+)
+def test_the_command_refuses_bad_settings_and_leaves_nothing(
+    small: Path, tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    result = call("compare", small, *arguments, "--out", tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert expected in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_used_is_noticed_before_anything_is_drawn(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr("onptq.cli.compare.draw_items", refuse)
+    monkeypatch.setattr("onptq.cli.compare.draw_prompts", refuse)
+    (tmp_path / "file").write_text("something")
+    result = call("compare", small, "rtn:W4A8", "--out", tmp_path / "file")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is a file; expected a folder" in " ".join(result.stderr.split())
+
+
+def wide_table(names: Sequence[str], columns: Sequence[str]) -> ReportTable:
+    cells = [f"{100 - number:.1f} [{90 - number:.1f}, {100 - number / 2:.1f}]" for number in range(len(columns))]
+    return ReportTable("Answers", ["", *columns], [[name, *cells] for name in names], "What it says.")
+
+
+def shown_in(width: int, table: ReportTable) -> list[str]:
+    console = Console(force_terminal=True, color_system=None, highlight=False, width=width, file=StringIO())
+    print_table(console, table)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_an_interval_that_does_not_fit_beside_its_value_goes_below_it() -> None:
+    shown = ReportTable("Behaviour", ["", "KL"], [["rtn:W4A8", "0.1 [0.0, 0.2]"]], "")
+    for width, expected in ((26, "0.1 [0.0, 0.2]"), (25, "0.1\n[0.0, 0.2]"), (21, "0.1")):
+        [found] = fit(shown, width)
+        assert found.rows == [["rtn:W4A8", expected]]
+        assert found.note.strip() == (LEFT_OUT if width == 21 else "")
+
+
+TASKS = ("choice", "read", "answer", "caption", "listen", "speech WER", "spoken caption", "average score", "flips")
+CANDIDATES = tuple(f"{name}:W4A8" for name in ("rtn", "smoothquant", "search+signround", "static", "uniform", "onptq"))
+
+
+@pytest.mark.parametrize("width", [40, 80, 160, 400])
+@pytest.mark.parametrize(
+    "names", [CANDIDATES, ("a folder whose name is longer than a narrow terminal is wide [1, 2]",)]
+)
+def test_no_width_of_a_terminal_cuts_a_number_or_a_word(width: int, names: Sequence[str]) -> None:
+    table = wide_table(names, TASKS)
+    lines = shown_in(width, table)
+    text = "\n".join(lines)
+    assert "…" not in text
+    assert max(map(len, lines)) <= width
+    parts = fit(table, width)
+    assert [title for part in parts for title in part.header[1:]] == list(TASKS)
+    tokens = text.split()
+    for part in parts:
+        for row in part.rows:
+            for cell in row[1:]:
+                assert tokens.count(cell.split()[0]) >= len(names)
+    for word in " ".join(TASKS).split():
+        assert word in tokens
+    assert (LEFT_OUT in " ".join(tokens)) == ("[" not in parts[0].rows[0][1])
+
+
+def test_a_table_in_parts_repeats_the_candidates_and_ends_with_its_note() -> None:
+    lines = shown_in(80, wide_table(CANDIDATES, TASKS))
+    assert [line.strip() for line in lines if "Answers" in line] == ["Answers", "Answers, continued"]
+    for name in CANDIDATES:
+        assert sum(name in line for line in lines) == 2
+    assert lines[-1] == f"What it says. {LEFT_OUT}"
+
+
+def test_the_command_says_where_its_report_is_and_what_it_did_not_run_again(small: Path, tmp_path: Path) -> None:
+    common = ("--tasks", "none", "--manifest", small / "prompts.jsonl", "--prompts", 4, "--set", "follow.max_tokens=4")
+    out = tmp_path / "out"
+    first = call("compare", small, "rtn:W4A8", "rtn:W3A8", "--out", out, *common).stdout.splitlines()
+    assert first[-1] == f"Report: {out / 'report.md'}"
+    assert not any("measured before" in line for line in first)
+    again = call("compare", small, "rtn:W3A8", "rtn:W8A8", "--out", out, *common).stdout.splitlines()
+    assert again[-3:] == [
+        f"Not run again, as measured before in {out}: rtn:W3A8",
+        f"Also shown, as measured before in {out}: rtn:W4A8",
+        f"Report: {out / 'report.md'}",
+    ]
+
+
+def test_a_report_claims_no_split_of_prompts_that_a_manifest_gave(compared: Any) -> None:
+    out, report, _ = compared
+    words = (out / "report.md").read_text()
+    assert f"its own greedy answers to {report['prompts']} prompts, against" in words
+    assert "held-out" not in words
+    assert "test items" not in words
+
+
+def test_the_origin_names_the_split_of_what_is_embedded_and_the_manifest() -> None:
+    assert origin([1], [1], "test") == "embedded items and prompts of the test split"
+    assert origin([1], [1], "held-out", Path("some/mine.jsonl")) == (
+        "embedded items of the held-out split; prompts of mine.jsonl"
+    )
+    assert origin([], [1], "test", Path("mine.jsonl")) == "prompts of mine.jsonl"
+    assert origin([1], [], "test", Path("mine.jsonl")) == "embedded items of the test split"
+
+
+def test_help_of_compare_loads_nothing_heavy() -> None:
+    source = (
+        "import sys\nfrom onptq.cli import app\n"
+        "try:\n    app(['compare', '--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print([name for name in ('torch', 'transformers', 'scipy', 'numpy', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "CANDIDATE" in done.stdout

@@ -1,0 +1,215 @@
+"""Answers of D and Q to items, what they are worth, and how two models' answers are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Tiny
+from naive import next_logits, without_ties
+
+from onptq.data.manifest import load_manifest
+from onptq.errors import OnPTQError
+from onptq.evaluate.answers import Answer, Questions, answer, check_items, read_answers, write_answers
+from onptq.evaluate.items import Grade, Item, exact, items_digest
+from onptq.evaluate.scores import Flips, compare_answers, score
+from onptq.methods import METHODS
+from onptq.models.language_model import Side
+from onptq.models.processing import PromptProcessor
+from onptq.quantizer.policy import Policy
+
+
+@pytest.fixture(autouse=True)
+def _without_ties() -> Iterator[None]:
+    with without_ties():
+        yield
+
+
+def item(name: str, task: str = "choice", measure: Any = "accuracy", **fields: Any) -> Item:
+    return Item(name, task, fields.pop("prompt", None), "yes", exact("yes"), 4, measure, **fields)
+
+
+def given(name: str, text: str = "yes", points: float = 1, total: float = 1, task: str = "choice") -> Answer:
+    return Answer(name, task, text, points, total)
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def asked(model: Tiny, limits: list[int]) -> list[Item]:
+    prompts = load_manifest(model.manifest)
+    return [
+        Item(f"item {n}", "task", prompts[n], "", lambda text: Grade(len(text)), limit)
+        for n, limit in enumerate(limits)
+    ]
+
+
+def quantized(model: Tiny) -> Policy:
+    policy = model.policy("W4A8", torch.float64)
+    policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
+    return policy
+
+
+def naive_answer(policy: Policy, side: Side, processor: PromptProcessor, one: Item) -> str:
+    inputs, said = processor(one.prompt), list[int]()
+    while len(said) < one.max_tokens and not (said and said[-1] in policy.eos):
+        said.append(int(next_logits(policy, side, inputs, said).argmax()))
+    text: str = processor.tokenizer.decode(said, skip_special_tokens=True)
+    return text
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "qwen2.5-omni", "llama"])
+def test_both_models_answer_as_one_who_prefills_every_token_anew(tiny: Callable[[str], Tiny], family: str) -> None:
+    model = tiny(family)
+    policy, items = quantized(model), asked(model, [3, 5, 3, 5, 1])
+    questions = Questions(policy, model.processor, items, batch_tokens=200)
+    found = {side: answer(questions, side) for side in ("D", "Q")}
+    for side, answers in found.items():
+        expected = [naive_answer(policy, side, model.processor, one) for one in items]
+        assert [one.text for one in answers] == expected
+        assert [one.item for one in answers] == [one.id for one in items]
+        assert [one.points for one in answers] == [len(text) for text in expected]
+    assert found["D"] != found["Q"]
+
+
+def test_an_answer_ends_where_the_model_ends_it(tiny: Callable[[str], Tiny]) -> None:
+    model = tiny("qwen2.5-vl")
+    policy, items = quantized(model), asked(model, [6, 6, 6])
+    free = [naive_answer(policy, "D", model.processor, one) for one in items]
+    inputs, said = model.processor(items[1].prompt), list[int]()
+    for _ in range(3):
+        said.append(int(next_logits(policy, "D", inputs, said).argmax()))
+    policy.eos = frozenset({said[-1]})
+    ended = answer(Questions(policy, model.processor, items), "D")[1].text
+    assert free[1].startswith(ended)
+    assert len(ended) < len(free[1])
+
+
+def test_towers_run_once_for_many_items_and_prompts_once_per_model(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("qwen2.5-vl")
+    policy, items = quantized(model), asked(model, [2, 4, 4])
+    towers, steps = [0], list[int]()
+    visual = policy.model.model.visual
+    visual.register_forward_hook(lambda *_: towers.__setitem__(0, towers[0] + 1))
+    run = policy.run
+    monkeypatch.setattr(
+        policy, "run", lambda tokens, *rest: (steps.append(tokens.embeds.shape[1]), run(tokens, *rest))[1]
+    )
+    advanced = list[int]()
+    questions = Questions(policy, model.processor, items, advance=advanced.append)
+    assert sum(advanced) == len(items)
+    assert all(one.prompt.images for one in items)
+    for side in ("D", "Q"):
+        advanced.clear()
+        steps.clear()
+        answer(questions, side, advanced.append)
+        assert sorted(advanced) == [1, 2]
+        assert sum(width > 1 for width in steps) == 2  # one prefill for each answer length
+        assert len(steps) == 2 + (2 - 1) + (4 - 1)
+    assert towers == [1]
+
+
+def test_items_need_unique_ids_one_measure_per_task_and_room_in_the_context(tiny: Callable[[str], Tiny]) -> None:
+    with pytest.raises(OnPTQError, match="no items"):
+        check_items([])
+    with pytest.raises(OnPTQError, match=r"more than once, e\.g\. 'a'"):
+        check_items([item("a"), item("b"), item("a")])
+    with pytest.raises(OnPTQError, match="'b' of task 'choice' is measured by facts"):
+        check_items([item("a"), item("b", measure="facts")])
+    model = tiny("llama")
+    [one] = asked(model, [10**6])
+    with pytest.raises(OnPTQError, match="more than the model's context"):
+        Questions(quantized(model), model.processor, [one])
+
+
+def test_answers_read_back_as_they_were_written(tmp_path: Path) -> None:
+    answers = {"dense": [given("a", "ja, grün\n"), given("b", "", 0, 3)], "rtn": [given("b", points=0.5), given("a")]}
+    write_answers(answers, tmp_path / "answers.parquet")
+    assert read_answers(tmp_path / "answers.parquet") == answers
+
+
+@pytest.mark.parametrize(
+    "change", [{"id": "b"}, {"task": "read"}, {"reference": "no"}, {"max_tokens": 5}, {"measure": "facts"}]
+)
+def test_the_digest_of_items_sees_what_is_asked_and_expected(
+    tiny: Callable[[str], Tiny], change: dict[str, Any]
+) -> None:
+    prompts = load_manifest(tiny("qwen2.5-vl").manifest)
+    one = item("a", prompt=prompts[0])
+    assert items_digest([one]) == items_digest([replace(one, grade=lambda text: Grade(0))])
+    assert items_digest([one]) != items_digest([replace(one, **change)])
+    assert items_digest([one]) != items_digest([replace(one, prompt=prompts[1])])
+
+
+# --- scores ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_score_is_points_over_totals_and_the_average_leaves_word_errors_out() -> None:
+    items = [
+        *(item(f"c{n}") for n in range(4)),
+        *(item(f"f{n}", "caption", "facts") for n in range(2)),
+        item("w", "speech", "word errors"),
+    ]
+    answers = [
+        *(given(f"c{n}", points=n == 0) for n in range(4)),
+        given("f0", points=1, total=1, task="caption"),
+        given("f1", points=1, total=7, task="caption"),
+        given("w", points=3, total=2, task="speech"),
+    ]
+    scores = score(items, answers)
+    assert {task: one.percent for task, one in scores.tasks.items()} == {"choice": 25, "caption": 25, "speech": 150}
+    assert scores.average == 25
+    assert scores.to_dict()["tasks"]["caption"] == {
+        "percent": 25, "measure": "facts", "items": 2, "points": 2, "total": 8,
+    }  # fmt: skip
+    better = score(items, [replace(one, points=one.total) for one in answers])
+    assert (better.average, better.tasks["speech"].percent) == (100, 100)
+
+
+def test_a_task_in_which_nothing_was_claimed_has_no_score_and_does_not_count() -> None:
+    items = [item("c"), item("f", "caption", "facts")]
+    scores = score(items, [given("c"), given("f", "", 0, 0, "caption")])
+    assert scores.tasks["caption"].percent is None
+    assert scores.average == 100
+    assert score(items[1:], [given("f", "", 0, 0, "caption")]).average is None
+
+
+def test_flips_in_opposite_directions_do_not_cancel() -> None:
+    """c_D = 1100, c_Q = 1010: the same accuracy, half of the items flipped."""
+    items = [item(str(n)) for n in range(4)]
+    dense = [given(str(n), points=n < 2) for n in range(4)]
+    other = [given(str(n), points=n in (0, 2)) for n in range(4)]
+    change = compare_answers(items, dense, list(reversed(other)))  # paired by identity, not by place
+    assert change.total == Flips(4, right_to_wrong=1, wrong_to_right=1)
+    assert change.total.percent == 50
+    assert compare_answers(items, dense, dense).total.percent == 0
+
+
+def test_only_answers_that_are_right_or_wrong_flip_but_every_text_can_change() -> None:
+    items = [item("c"), item("r", "read"), item("f", "caption", "facts"), item("w", "speech", "word errors")]
+    dense = [given("c"), given("r", task="read"), given("f", task="caption"), given("w", task="speech")]
+    other = [given("c", "Yes."), given("r", "no", 0, task="read"), given("f", "no", 0, task="caption"), dense[3]]
+    change = compare_answers(items, dense, other).to_dict()
+    assert change["flips"] == {
+        "percent": 50, "items": 2, "right_to_wrong": 1, "wrong_to_right": 0,
+        "tasks": {
+            "choice": {"percent": 0, "items": 1, "right_to_wrong": 0, "wrong_to_right": 0},
+            "read": {"percent": 100, "items": 1, "right_to_wrong": 1, "wrong_to_right": 0},
+        },
+    }  # fmt: skip
+    assert change["changed_percent"] == 75
+    assert change["changed_percent_tasks"] == {"choice": 100, "read": 100, "caption": 100, "speech": 0}
+    assert compare_answers(items[2:], dense[2:], other[2:]).total.percent is None
+
+
+def test_answers_to_other_items_are_refused() -> None:
+    with pytest.raises(OnPTQError, match=r"1 answers to 2 items, e\.g\. none to 'b'"):
+        score([item("a"), item("b")], [given("a")])
+    with pytest.raises(OnPTQError, match="2 answers to 1 items"):
+        score([item("a")], [given("a"), given("b")])

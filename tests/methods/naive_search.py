@@ -1,0 +1,122 @@
+"""The grid search of MBQ and QIG as one would write it by hand: transformers' own modules, one sequence at a time, float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import naive
+import numpy as np
+import oracles
+import torch
+from conftest import Tiny
+from torch import nn
+
+from onptq.bank import Trajectory
+from onptq.checkpoint.load import load_model
+from onptq.data.manifest import load_manifest
+from onptq.engine.prefixes import Prefixes
+from onptq.engine.rollout import greedy_rollouts
+from onptq.models.encoding import EncodedPrompt
+from onptq.models.structure import Block, find_structure
+from onptq.quantizer.policy import Policy
+from onptq.quantizer.theta import PAIRS
+from onptq.schemes import Scheme
+
+RATIOS = [step / 20 for step in range(20)]
+
+
+def make_policy(tiny: Tiny, scheme: str, dtype: torch.dtype = torch.float32) -> Policy:
+    """Steps are stored in float32, so that rounding them is no part of what is compared."""
+    model = load_model(tiny.source, dtype, torch.device("cpu"))
+    return Policy(model, Scheme.parse(scheme), storage=torch.float32, eos=tiny.source.eos())
+
+
+def short_answers(policy: Policy, prompts: Sequence[EncodedPrompt], tokens: int = 6) -> list[Trajectory]:
+    return greedy_rollouts(Prefixes(policy, prompts, max_tokens=tokens), side="D")
+
+
+def footprint(policy: Policy) -> list[Any]:
+    """Everything a method could leave behind."""
+    modules = list(policy.model.modules())
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in modules]
+    states = [(getattr(m, "live", None), getattr(m, "folded", None)) for m in modules]
+    weights = [(p.data_ptr(), p.requires_grad, p.grad is None, p._version) for p in policy.model.parameters()]
+    return [[id(m) for m in modules], hooks, [tuple(map(id, s)) for s in states], weights, policy.switch.quantized]
+
+
+@dataclass
+class Unit:
+    """What a pair is judged by, and every call that the plain model made to it."""
+
+    block: Block
+    pair: str
+    module: nn.Module
+    calls: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+
+    def hear(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = dict(kwargs)
+        x = args[0] if args else kwargs.pop("hidden_states")
+        self.calls.append((x.detach(), kwargs))
+
+    @torch.no_grad()
+    def emit(self, x: torch.Tensor, kwargs: dict[str, Any]) -> np.ndarray:
+        out = self.module(x, **kwargs)
+        return (out[0] if isinstance(out, tuple) else out)[0].numpy()
+
+    def inputs(self) -> list[np.ndarray]:
+        return [x[0].numpy() for x, _ in self.calls]
+
+    def candidates(self) -> list[np.ndarray]:
+        """log s of mean|x|^r for each r of the grid, mean 0; under GQA the mean goes over the group's query heads too."""
+        magnitude = np.abs(np.concatenate(self.inputs())).mean(0)
+        if self.pair == "v_o":
+            magnitude = magnitude.reshape(self.block.kv_heads, -1, self.block.head_dim).mean(1).ravel()
+        logs = [np.log(np.maximum(magnitude**ratio, 1e-4)) for ratio in RATIOS]
+        return [u - u.mean() for u in logs]
+
+    def error(self, u: np.ndarray, scheme: Scheme, weights: Sequence[np.ndarray]) -> float:
+        """sum over tokens of weight times mean |d| over channels, with weights and inputs rounded after smoothing."""
+        if self.pair == "v_o":
+            shared = u.reshape(self.block.kv_heads, 1, self.block.head_dim)
+            u = np.repeat(shared, self.block.heads // self.block.kv_heads, axis=1).ravel()
+        dense = [self.emit(*call) for call in self.calls]
+        linears = [self.block.child(name) for name in PAIRS[self.pair][1]]
+        before = [linear.weight.data.clone() for linear in linears]  # type: ignore[operator, union-attr]
+        for linear, weight in zip(linears, before, strict=True):
+            scaled = weight.numpy() * np.exp(u)
+            step = oracles.row_step(scaled, np.ones(1), scheme.weight_bits)
+            linear.weight.data = torch.from_numpy(oracles.rounding(scaled, step, scheme.weight_bits)(scaled, step))  # type: ignore[union-attr]
+        total = 0.0
+        for (x, kwargs), out, weight in zip(self.calls, dense, weights, strict=True):
+            entering = x.numpy() / np.exp(u)
+            if scheme.quantizes_activations:
+                step = oracles.token_step(entering, scheme.activation_bits)
+                entering = oracles.rounding(entering, step, scheme.activation_bits)(entering, step)
+            found = self.emit(torch.from_numpy(entering), kwargs)
+            total += float((weight * np.abs(found - out).mean(-1)).sum())
+        for linear, weight in zip(linears, before, strict=True):
+            linear.weight.data = weight  # type: ignore[union-attr, assignment]
+        return total
+
+
+def plain_units(tiny: Tiny, responses: Sequence[Trajectory]) -> dict[tuple[int, str], Unit]:
+    """Every unit of the plain checkpoint with its calls, sequence by sequence."""
+    model = load_model(tiny.source, torch.float64, torch.device("cpu")).eval().requires_grad_(False)
+    units: dict[tuple[int, str], Unit] = {}
+    for block in find_structure(model).blocks:
+        for pair, (_, consumers) in PAIRS.items():
+            module = block.owner(consumers[0]) if len(consumers) > 1 else block.child(consumers[0])
+            units[block.index, pair] = Unit(block, pair, module)
+    hooks = [unit.module.register_forward_pre_hook(unit.hear, with_kwargs=True) for unit in units.values()]
+    prompts = {prompt.ordinal: prompt for prompt in load_manifest(tiny.manifest)}
+    for response in responses:
+        inputs = tiny.processor(prompts[response.prompt])
+        for module in model.modules():
+            if hasattr(module, "rope_deltas"):
+                module.rope_deltas = None
+        model(**naive.extended(inputs, response.tokens), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return units

@@ -1,0 +1,205 @@
+"""MBQ against its own formulas: sensitivities of the plain checkpoint, and the weighted grid search one sequence at a time."""
+
+from __future__ import annotations
+
+import naive
+import numpy as np
+import pytest
+import torch
+from conftest import MULTIMODAL
+from naive_search import footprint, make_policy, plain_units, short_answers
+
+from onptq.bank import Trajectory
+from onptq.checkpoint.load import load_model
+from onptq.errors import OnPTQError
+from onptq.methods.layerwise import INSTRUCTION, answer_prompts, open_streams, quantized_linears, replaced
+from onptq.methods.mbq import SPEAKS_FOR, balanced_search, mbq, modality_ratios
+from onptq.models.family import AUDIO, IMAGE, TEXT
+from onptq.models.structure import find_structure
+from onptq.quantizer.theta import PAIRS, Theta, pair_key
+
+KINDS = (TEXT, IMAGE, AUDIO)
+
+
+def kinds_of(prompt, response):
+    """Kind of every token, by hand."""
+    asked = [INSTRUCTION if kind == TEXT else kind for kind in prompt.modality.tolist()]
+    return np.array([*asked, *(TEXT for _ in response.tokens)])
+
+
+def naive_ratios(tiny, prompts, responses):
+    """Gradients of transformers' own loss at every o_proj and down_proj, averaged token by token."""
+    from onptq.data.manifest import load_manifest
+
+    model = load_model(tiny.source, torch.float64, torch.device("cpu")).eval().requires_grad_(True)
+    blocks = find_structure(model).blocks
+    manifest = {prompt.ordinal: prompt for prompt in load_manifest(tiny.manifest)}
+    means = {}
+    for prompt, response in zip(prompts, responses, strict=True):
+        outs = {}
+        hooks = [
+            block.child(name).register_forward_hook(
+                lambda module, args, out, key=(name, block.index), outs=outs: outs.update({key: out})
+            )
+            for block in blocks
+            for name in ("o_proj", "down_proj")
+        ]
+        for module in model.modules():
+            if hasattr(module, "rope_deltas"):
+                module.rope_deltas = None
+        logits = model(**naive.extended(tiny.processor(manifest[prompt.ordinal]), response.tokens)).logits[0]
+        for hook in hooks:
+            hook.remove()
+        chances = logits.log_softmax(-1)
+        loss = 0
+        for t, token in enumerate(response.tokens):
+            loss = loss - chances[prompt.length + t - 1, token] / len(response.tokens)
+        kinds = kinds_of(prompt, response)
+        for key, grad in zip(outs, torch.autograd.grad(loss, list(outs.values())), strict=True):
+            sizes = grad[0].abs().mean(-1).numpy()
+            for kind in KINDS:
+                if (kinds == kind).any():
+                    means.setdefault((*key, kind), []).append(sizes[kinds == kind].mean())
+    ratios = {}
+    for name in ("o_proj", "down_proj"):
+        for kind in KINDS:
+            if (name, 0, kind) not in means:
+                continue
+            found = [np.mean(means[name, b.index, kind]) / np.mean(means[name, b.index, TEXT]) for b in blocks]
+            ratios[name, kind] = np.maximum(found, np.median(found))
+    return ratios
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_ratios_are_the_plain_models_gradients_floored_at_their_median(tiny, family):
+    t = tiny(family)
+    policy = make_policy(t, "W4A8", torch.float64)
+    prompts = t.encode(policy, 4)
+    responses = short_answers(policy, prompts)
+    found = modality_ratios(policy, answer_prompts(policy, prompts, responses))
+    expected = naive_ratios(t, prompts, responses)
+    assert {kind for _, kind in expected} == ({TEXT, IMAGE, AUDIO} if family == "qwen2.5-omni" else {TEXT, IMAGE})
+    for (name, kind), ratio in expected.items():
+        np.testing.assert_allclose(found[name][:, kind], ratio, rtol=1e-4)
+    assert not torch.allclose(found["o_proj"][:, IMAGE], found["down_proj"][:, IMAGE])
+
+
+@pytest.fixture(scope="module")
+def bed(tiny):
+    t = tiny("qwen2.5-omni")
+    policy = make_policy(t, "W4A8")
+    prompts = t.encode(policy, 4)
+    responses = short_answers(policy, prompts)
+    return policy, prompts, responses, plain_units(t, responses)
+
+
+@pytest.mark.parametrize("rho", [(1.0, 1.0, 1.0), (1.0, 0.1, 4.0)], ids=["equal", "unequal"])
+def test_the_search_takes_the_least_weighted_error_of_its_grid(bed, rho):
+    """With equal ratios this is the plain search: mean absolute error over response, pictures and sounds."""
+    policy, prompts, responses, units = bed
+    answered = answer_prompts(policy, prompts, responses)
+    ratios = {name: torch.tensor(rho).expand(policy.blocks, 3) for name in ("o_proj", "down_proj")}
+    theta = balanced_search(policy, answered, ratios)
+    kinds = [kinds_of(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    weights = [np.where(kind == INSTRUCTION, 0.0, np.array(rho)[kind.clip(0)]) for kind in kinds]
+    for (index, pair), unit in units.items():
+        candidates = unit.candidates()
+        errors = [unit.error(u, policy.scheme, weights) for u in candidates]
+        u = theta.smoothing[pair_key(policy.structure.blocks[index], pair)].double().numpy()
+        distances = [np.abs(u - other).max() for other in candidates]
+        chosen = int(np.argmin(distances))
+        assert distances[chosen] < 1e-4, "one of AWQ's candidates"
+        assert errors[chosen] <= min(errors) * (1 + 2e-4), (index, pair)
+        assert errors[chosen] <= errors[0] * (1 + 2e-4), "never worse than plain rounding"
+        assert max(errors) > min(errors) * (1 + 1e-2), "candidates differ by more than the tolerance"
+
+
+def test_each_pair_hears_the_gradients_of_its_own_half_of_the_block(bed):
+    policy, prompts, responses, _ = bed
+    answered = answer_prompts(policy, prompts, responses)
+    text, picture = torch.tensor([[1.0, 0.0, 0.0]] * 2), torch.tensor([[0.0, 1.0, 0.0]] * 2)
+    only_text, only_picture, split = (
+        balanced_search(policy, answered, {"o_proj": o, "down_proj": down})
+        for o, down in ((text, text), (picture, picture), (text, picture))
+    )
+    assert any(not torch.equal(only_text.smoothing[key], only_picture.smoothing[key]) for key in only_text.smoothing), (
+        "the weights matter"
+    )
+    for block in policy.structure.blocks:
+        for pair in PAIRS:
+            key = pair_key(block, pair)
+            expected = only_text if SPEAKS_FOR[pair] == "o_proj" else only_picture
+            assert torch.equal(split.smoothing[key], expected.smoothing[key])
+
+
+def test_only_the_proportion_of_the_weights_matters(bed):
+    policy, prompts, responses, _ = bed
+    answered = answer_prompts(policy, prompts, responses)
+    rho = torch.tensor([[1.0, 0.25, 2.0]] * 2)
+    one, other = (
+        balanced_search(policy, answered, {"o_proj": factor * rho, "down_proj": factor * rho}) for factor in (1, 4)
+    )
+    assert all(torch.equal(one.smoothing[key], other.smoothing[key]) for key in one.smoothing)
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_every_family_gives_the_same_theta_twice_and_keeps_its_policy(tiny, family):
+    t = tiny(family)
+    policy = t.policy("W4A8")
+    prompts = t.encode(policy, 3)
+    policy.freeze(Theta.rtn(policy.structure.blocks, policy.scheme))
+    before, steps = footprint(policy), []
+    theta = mbq(policy, prompts, steps.append)
+    assert footprint(policy) == before
+    assert steps == [1] * policy.blocks
+    again = mbq(policy, prompts)
+    assert all(torch.equal(a, b) for a, b in zip(theta.tensors().values(), again.tensors().values(), strict=True))
+    assert all(torch.isfinite(u).all() and not u.requires_grad for u in theta.smoothing.values())
+    assert any(u.any() for u in theta.smoothing.values())
+    assert all(not ratio.any() for ratio in theta.ratio.values())
+    assert not theta.offset
+
+
+def test_the_dense_models_own_captions_stand_in_for_responses_that_are_not_given(bed):
+    policy, prompts, _, _ = bed
+    own = mbq(policy, prompts, responses=short_answers(policy, prompts, 64))
+    assert all(
+        torch.equal(a, b) for a, b in zip(mbq(policy, prompts).tensors().values(), own.tensors().values(), strict=True)
+    )
+
+
+def test_distortion_moves_every_choice_but_the_first(tiny):
+    t = tiny("qwen3-vl")
+    policy = make_policy(t, "W4A16")
+    prompts = t.encode(policy, 3)
+    responses = short_answers(policy, prompts)
+    plain, distorted = (mbq(policy, prompts, responses=responses, distort=distort) for distort in (False, True))
+    first = pair_key(policy.structure.blocks[0], "norm_qkv")
+    assert torch.equal(plain.smoothing[first], distorted.smoothing[first]), "nothing is quantized before it"
+    assert any(not torch.equal(plain.smoothing[key], distorted.smoothing[key]) for key in plain.smoothing)
+
+
+def test_simulated_linears_are_what_folding_makes_of_them(tiny):
+    t = tiny("qwen3-vl")
+    policy = make_policy(t, "W4A16")
+    theta = naive.random_theta(policy)  # its ratios keep weights off the ties between two codes
+    block = policy.structure.blocks[0]
+    (stream,) = open_streams(policy, t.encode(policy, 3))
+    policy.freeze(theta)
+    with torch.no_grad():
+        with policy.speaking("Q"):
+            expected = stream.run(block)
+        with policy.speaking("D"), replaced(block, quantized_linears(policy, theta, block, PAIRS)):
+            found = stream.run(block)
+        with policy.speaking("D"):
+            dense = stream.run(block)
+    torch.testing.assert_close(found[stream.real], expected[stream.real], rtol=1e-4, atol=1e-4)
+    assert (found - dense)[stream.real].abs().max() > 1e-2
+
+
+def test_responses_must_be_there_and_must_carry_a_gradient(bed):
+    policy, prompts, responses, _ = bed
+    with pytest.raises(OnPTQError, match=f"prompt {prompts[-1].ordinal} has no response"):
+        mbq(policy, prompts, responses=responses[:-1])
+    with pytest.raises(OnPTQError, match="two or more tokens"):
+        mbq(policy, prompts, responses=[Trajectory(prompt.ordinal, (5,), False) for prompt in prompts])

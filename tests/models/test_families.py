@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FAMILIES as NAMES
+from conftest import MULTIMODAL, Tiny
+
+from onptq.errors import OnPTQError
+from onptq.models import FAMILIES, family_of
+from onptq.models.family import Family, merged_patches, text_config, thinker_config
+from onptq.models.qwen2_5_omni import pooled_frames
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("qwen2_5_vl", "qwen2.5-vl"),
+        ("qwen3_vl", "qwen3-vl"),
+        ("qwen2_5_omni", "qwen2.5-omni"),
+        ("qwen2_5_omni_thinker", "qwen2.5-omni"),
+        ("llama", "llama"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3"),
+    ],
+)
+def test_the_model_type_of_a_config_names_its_family(model_type: str, name: str) -> None:
+    assert family_of({"model_type": model_type}).name == name
+
+
+@pytest.mark.parametrize("config", [{"model_type": "mamba"}, {}])
+def test_an_unsupported_model_type_is_refused_with_all_that_are_supported(config: dict[str, Any]) -> None:
+    with pytest.raises(OnPTQError) as refused:
+        family_of(config)
+    message = str(refused.value)
+    assert repr(config.get("model_type")) in message
+    assert "docs/adding-a-family.md" in message
+    for family in FAMILIES.values():
+        assert all(model_type in message for model_type in family.model_types)
+
+
+def test_modalities_are_those_with_a_placeholder() -> None:
+    taken = {name: family.modalities for name, family in FAMILIES.items()}
+    assert taken == {
+        "qwen2.5-vl": {"text", "image"},
+        "qwen3-vl": {"text", "image"},
+        "qwen2.5-omni": {"text", "image", "audio"},
+        "llama": {"text"},
+        "qwen2": {"text"},
+        "qwen3": {"text"},
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_class_exists_in_transformers(name: str) -> None:
+    import transformers
+
+    assert hasattr(transformers, FAMILIES[name].model_class)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ignore_patterns_spare_head_and_towers_and_nothing_of_the_decoder(
+    name: str, tiny: Callable[[str], Tiny]
+) -> None:
+    from safetensors import safe_open
+    from torch import nn
+
+    checkpoint = tiny(name)
+    with safe_open(checkpoint.folder / "model.safetensors", "pt") as file:
+        on_disk = [key.removesuffix(".weight") for key in file.keys() if key.endswith(".weight")]  # noqa: SIM118
+    model = checkpoint.policy("W4A16").model
+    at_run_time = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    patterns = [re.compile(pattern.removeprefix("re:")) for pattern in FAMILIES[name].ignore]
+    others = FAMILIES[name].other_models or ("none.",)
+    for path in (*on_disk, *at_run_time):
+        outside = path.endswith("lm_head") or "visual." in path or "audio_tower." in path or path.startswith(others)
+        assert any(pattern.match(path) for pattern in patterns) == outside, path
+
+
+def test_every_tower_of_a_family_matches_something(tiny: Callable[[str], Tiny]) -> None:
+    from safetensors import safe_open
+
+    for name in MULTIMODAL:
+        with safe_open(tiny(name).folder / "model.safetensors", "pt") as file:
+            keys = list(file.keys())
+        for pattern in FAMILIES[name].towers:
+            assert any(re.match(pattern, key) for key in keys), (name, pattern)
+        for prefix in FAMILIES[name].other_models:
+            assert any(key.startswith(prefix) for key in keys), (name, prefix)
+
+
+def test_text_config_is_found_flat_nested_and_inside_a_thinker() -> None:
+    flat = {"model_type": "llama", "hidden_size": 1}
+    nested = {"model_type": "qwen3_vl", "text_config": {"hidden_size": 2}}
+    whole = {
+        "model_type": "qwen2_5_omni",
+        "thinker_config": {"image_token_index": 7, "text_config": {"hidden_size": 3}},
+    }
+    assert [text_config(config)["hidden_size"] for config in (flat, nested, whole)] == [1, 2, 3]
+    assert thinker_config(whole)["image_token_index"] == 7
+    assert thinker_config(nested) is nested
+
+
+@pytest.mark.parametrize(("frames", "tokens"), [(2, 0), (3, 1), (4, 1), (100, 25), (101, 25), (30_000, 7_500)])
+def test_an_omni_sound_takes_a_quarter_of_its_frames(frames: int, tokens: int) -> None:
+    assert pooled_frames(frames) == tokens
+
+
+def test_a_picture_takes_its_patches_after_merging() -> None:
+    assert merged_patches((1, 8, 6), 2) == 12
+
+
+def test_the_registry_costs_no_heavy_import() -> None:
+    code = "import sys, onptq.models; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_example_in_the_documentation_is_a_family() -> None:
+    import transformers
+
+    page = Path(__file__).parents[2] / "docs" / "adding-a-family.md"
+    code = re.search(r"```python\n(\"\"\"Qwen2-VL.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    family = names["QWEN2_VL"]
+    assert isinstance(family, Family)
+    assert hasattr(transformers, family.model_class)
+    assert family.modalities == {"text", "image"}

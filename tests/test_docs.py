@@ -1,0 +1,127 @@
+"""What the documentation says exists: commands, options, links, code. How it is written: length, width, words."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import onptq
+from onptq.cli import ELSEWHERE, app
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
+WORDS = ("hall", "bed", "beds", "mend", "mended", "Built", "Made", "stands still", "in its mouth")
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def code(page: Path, language: str) -> list[str]:
+    return [body for kind, body in FENCE.findall(page.read_text(encoding="utf-8")) if kind == language]
+
+
+def prose(page: Path) -> str:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return re.sub(r"`[^`]*`", "", text)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Every call of `onptq` in the page's shell blocks, split into words."""
+    for block in code(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for call in re.findall(r"(?:^|&& )(?:[A-Z_0-9]+=\S* )*onptq(.*?)(?= &&|$)", line):
+                yield shlex.split(call, comments=True)
+
+
+CALLS = [(page, words) for page in PAGES for words in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "words"), CALLS, ids=[f"{named(page)}: {' '.join(words)}" for page, words in CALLS])
+def test_every_command_of_the_documentation_exists_with_its_options(page: Path, words: list[str]) -> None:
+    command: Any = typer.main.get_command(app)
+    rest = list(words)
+    while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
+        name = rest.pop(0)
+        if name in ELSEWHERE and name not in command.list_commands(None):
+            pytest.skip(f"{ELSEWHERE[name]} is not installed")
+        command = command.get_command(None, name)
+        assert command is not None, f"{named(page)}: onptq {' '.join(words)}"
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    used = {word.split("=")[0] for word in rest if word.startswith("--")}
+    assert used <= options | {"--help"}, f"{named(page)}: onptq {' '.join(words)}"
+
+
+def test_the_readme_fits_a_first_minute() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{named(page)}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", file.read_text(encoding="utf-8")), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, f"{named(page)}: {target}"
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def files(entry: object) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, dict):
+            for value in entry.values():
+                yield from files(value)
+        elif isinstance(entry, list):
+            for value in entry:
+                yield from files(value)
+
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    tables = {f"tables/{table.name}" for table in (ROOT / "results").glob("*.md")}
+    assert set(files(navigation)) == pages | tables
+
+
+def test_prose_is_wrapped_at_100_columns() -> None:
+    pytest.importorskip("pymarkdown")
+    scan = [sys.executable, "-m", "pymarkdown", "scan", *(named(page) for page in PAGES)]
+    done = subprocess.run(scan, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_the_words_are_those_of_the_field(page: Path) -> None:
+    text = prose(page)
+    for word in WORDS:
+        assert not re.search(rf"(?<![\w-]){word}(?![\w-])", text), f"{named(page)}: {word}"
+
+
+def test_the_library_example_runs_and_a_second_theta_gives_its_own_tokens(small: Path) -> None:
+    [example] = [block for block in code(ROOT / "docs/quickstart.md", "python") if "onptq.follow" in block]
+    example = example.replace('"MODEL"', repr(str(small))).replace('"PROMPTS"', repr(str(small / "prompts.jsonl")))
+    names: dict[str, Any] = {}
+    exec(example.replace("max_tokens=64", "max_tokens=8"), names)
+    policy, prompts, prefixes = names["policy"], names["prompts"], names["prefixes"]
+    policy.freeze(names["theta"])
+    again = onptq.follow(prefixes)
+    fresh = onptq.follow(names["Prefixes"](policy, prompts, max_tokens=8))
+    assert [one.tokens for one in again] == [one.tokens for one in fresh]
