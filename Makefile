@@ -7,6 +7,7 @@ check:  ## Format, lint, types, spelling, Markdown.
 	ruff check
 	ruff format --check
 	mypy
+	mypy --config-file tests/mypy.ini
 	lint-imports
 	codespell
 	pymarkdown scan --recurse README.md CONTRIBUTING.md CHANGELOG.md docs
@@ -14,8 +15,9 @@ check:  ## Format, lint, types, spelling, Markdown.
 test:  ## The fast tests: two minutes on two cores.
 	python -m pytest -m fast -n 2 --dist loadfile
 
-test-all:  ## Every test that this machine can run.
-	python -m pytest -n 2 --dist loadfile
+test-all:  ## Every test that this machine can run, with the lines that the fast ones reach.
+	python -m pytest -m fast -n 2 --dist loadfile --cov --cov-report=term:skip-covered
+	python -m pytest -m "not fast" -n 2 --dist loadfile
 
 docs:  ## Build the documentation site into site/.
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict

@@ -1,9 +1,9 @@
-"""How long each step of the cycle takes on a CPU, how it grows, and what the tree of branches saves against naive branching.
+"""Seconds of each step of the cycle on a CPU, their growth, and the tree of branches beside naive branching.
 
     python benchmarks/cpu_cycle.py [--json FILE]
 
-A random Qwen2.5-VL of moderate size, pictures that make prompts of about 400 tokens, 64 response tokens, H = 4. About two
-minutes. Fails if the tree is not at least ten times as fast as naive branching.
+A random Qwen2.5-VL of moderate size, images that make prompts of about 400 tokens, 64 response tokens, H = 4. It takes
+about two minutes. Exit code 1 if the tree is not at least ten times as fast as naive branching.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from onptq.zoo.random import write_random
 
 TARGET = 10.0  # the tree must be at least this much faster than naive branching
 CELL = 28  # pixels of an image token's side
-SHAPES = ((20, 18), (18, 20), (24, 15), (15, 24))  # 360 image tokens each, and some 40 of text
+SHAPES = ((20, 18), (18, 20), (24, 15), (15, 24))  # of images: 360 tokens each, beside about 40 of text
 CRITICAL_PER_PROMPT = 2  # the paper's density: 256 critical states of 128 prompts
 PROMPTS, TOKENS, HORIZONS = (4, 8, 16), (16, 32, 64), (2, 4, 8)
-PATIENCE = 4.0  # seconds after which nothing is measured again
+MOST_SECONDS = 4.0  # after which nothing is measured again
 PHASES = ("Encode", "Follow", "Compare", "Branch", "Calibrate")
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class Naive:
 
 @dataclass(frozen=True)
 class Walk:
-    """What one setting of the cycle leaves behind."""
+    """The results of the cycle's steps at one setting."""
 
     encoded: Sequence[EncodedPrompt]
     prefixes: Prefixes
@@ -108,25 +108,25 @@ class Bench:
     repeats: int
 
     def point(self, prompts: int, tokens: int, horizon: int) -> tuple[Point, Walk]:
-        """Every phase at one setting: Calibrate once, the others as often as `repeats` and PATIENCE allow."""
-        seen: dict[str, list[float]] = {phase: [] for phase in PHASES}
-        while len(seen["Encode"]) < self.repeats and sum(map(sum, seen.values())) < PATIENCE:
-            walk = self._walk(prompts, tokens, horizon, seen)
+        """Every phase at one setting: Calibrate once, the others as often as `repeats` and MOST_SECONDS allow."""
+        runs: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        while len(runs["Encode"]) < self.repeats and sum(map(sum, runs.values())) < MOST_SECONDS:
+            walk = self._walk(prompts, tokens, horizon, runs)
         chosen = select(score(walk.states, RiskConfig()), SelectConfig(budget=CRITICAL_PER_PROMPT * prompts))
         cfg = CalibrateConfig()
         _, elapsed = timed(lambda: calibrate(self.policy, walk.encoded, walk.trajectories, chosen, self.theta, cfg))
-        seen["Calibrate"].append(elapsed)
+        runs["Calibrate"].append(elapsed)
         self.freeze()
-        seconds = {phase: statistics.median(values) for phase, values in seen.items()}
+        seconds = {phase: statistics.median(values) for phase, values in runs.items()}
         return Point(prompts, tokens, horizon, seconds, len(chosen), int(chosen.candidates.sum())), walk
 
     def freeze(self) -> None:
         self.policy.freeze(self.theta, keep="floats")
 
-    def _walk(self, prompts: int, tokens: int, horizon: int, seen: Mapping[str, list[float]]) -> Walk:
+    def _walk(self, prompts: int, tokens: int, horizon: int, runs: Mapping[str, list[float]]) -> Walk:
         def measured(phase: str, action: Callable[[], T]) -> T:
             result, seconds = timed(action)
-            seen[phase].append(seconds)
+            runs[phase].append(seconds)
             return result
 
         encoded = measured("Encode", lambda: [self._encode(ordinal) for ordinal in range(prompts)])
@@ -140,9 +140,9 @@ class Bench:
         return encode(self.policy, [self.inputs[ordinal]], [ordinal])[0]
 
     def horizon(self, walk: Walk, horizon: int) -> Point:
-        """Only Branch depends on H."""
+        """Branch at another H; the other steps do not depend on it."""
         runs: list[float] = []
-        while len(runs) < self.repeats and sum(runs) < PATIENCE:
+        while len(runs) < self.repeats and sum(runs) < MOST_SECONDS:
             runs.append(timed(lambda: branch(walk.prefixes, walk.trajectories, walk.states, horizon=horizon))[1])
         seconds, candidates = {"Branch": statistics.median(runs)}, int(walk.states.candidates.sum())
         return Point(len(walk.encoded), walk.prefixes.max_tokens, horizon, seconds, len(walk.states), candidates)
@@ -169,8 +169,8 @@ class Bench:
             runs = [timed(partial(consequence, int(row), branch_of)) for row in rows]
             return [value for value, _ in runs], 1000 * statistics.median(seconds for _, seconds in runs)
 
-        (found, plain), (on_encoded, encoded) = measured(through_transformers), measured(on_encoded_prompt)
-        difference = float(np.abs(np.array([found, on_encoded]) - states.consequence[rows]).max())
+        (consequences, plain), (on_encoded, encoded) = measured(through_transformers), measured(on_encoded_prompt)
+        difference = float(np.abs(np.array([consequences, on_encoded]) - states.consequence[rows]).max())
         return Naive(
             len(rows), len(candidates), 1000 * tree.seconds["Branch"] / len(candidates), plain, encoded, difference
         )
@@ -180,7 +180,8 @@ class Bench:
 def branch_through_transformers(
     policy: Policy, inputs: ModelInputs, prefix: Sequence[int], forced: int, horizon: int
 ) -> Tensor:
-    """Prefill prompt and prefix, decode greedily with transformers' own cache, prefill all of it for D: logits [H, V]."""
+    """Prefill prompt and prefix, decode greedily with transformers' own cache, prefill all of it for D: logits [H,
+    V]."""
     model, tokens = policy.model, [forced]
     with policy.speaking("Q"):
         out = model(**extended(inputs, [*prefix, forced]), use_cache=True, logits_to_keep=1)
@@ -261,7 +262,7 @@ def draw_prompt(ordinal: int) -> Prompt:
 
 def run(bench: Bench, sample: int, report: Callable[[str], None]) -> dict[str, Any]:
     middle, longest, usual = PROMPTS[1], TOKENS[-1], HORIZONS[1]
-    report("warming up")
+    report("warm up")
     bench.freeze()
     bench.point(PROMPTS[0], TOKENS[0], usual)
     points: dict[tuple[int, int], Point] = {}
@@ -316,7 +317,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to FILE")
     parser.add_argument("--scheme", default="W4A8")
-    # Threads of one product wait for each other: with a busy neighbour, two are slower than one, and ratios are noise.
+    # Threads of one GEMM wait for each other: on a busy machine two are slower than one.
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--repeats", type=int, default=3, help="most runs of a short phase, of which the median is taken"
@@ -325,7 +326,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     console = Console()
-    with console.status("making a model") as status:
+    with console.status("write a model") as status:
         result = run(make_bench(arguments.scheme, arguments.repeats), arguments.sample, status.update)
     show(console, result)
     if arguments.json:

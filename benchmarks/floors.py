@@ -1,8 +1,8 @@
-"""The least a run can do: operations and bytes of every phase, whatever the implementation, and this device's two rates.
+"""Floors of a run: the operations and bytes that every phase needs in any implementation, and this device's two rates.
 
-Each input is read once and each output written once, in the compute dtype; all prompts are one batch; nothing is computed twice
-(no recomputation in backward). A phase cannot be faster than the larger of operations over the matrix rate and bytes over the
-bandwidth.
+Each input is read once and each output written once, in the compute dtype; all prompts are one batch; nothing is
+computed twice (no recomputation in backward). A phase cannot be faster than the larger of operations over the matrix
+rate and bytes over the bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onptq.methods.search import RATIOS, SAMPLE_TOKENS, STRENGTHS
 from onptq.plan.parts import Shapes
 from onptq.plan.work import Work
 
-BACKWARD = 2  # products for each of the forward: gradients of inputs and of weights, which theta needs
+BACKWARD = 2  # GEMMs for each of the forward: gradients of inputs and of weights, which theta needs
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the run really did: lengths averaged over its prompts, states and candidates averaged over its rounds."""
+    """Measured numbers of a run: lengths averaged over its prompts, states and candidates averaged over its rounds."""
 
     prompt_tokens: float
     media_tokens: float
@@ -46,7 +46,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Rates:
-    flops: float  # per second, of a large product of random matrices
+    flops: float  # per second, of a large GEMM of random matrices
     bandwidth: float  # bytes per second, read and written by a large copy
 
 
@@ -69,7 +69,8 @@ class Floors:
         }
 
     def tokens(self) -> Mapping[str, float]:
-        """What tokens per second count: those encoded, answered, written, compared, read by D in branches, learned from."""
+        """The tokens of tokens per second: encoded, answered, generated, compared, read by D in branches, trained
+        on."""
         work, counts = self.work, self.counts
         written = counts.response_tokens * (work.banks * work.prompts + self._looks * work.holdout)
         return {
@@ -138,7 +139,7 @@ class Floors:
         return once * self.work.banks + held_out * (self._looks if self.work.holdout else 0)
 
     def compare(self) -> Floor:
-        """D and Q over the responses; of the prompts Q has kept what it knew, and D what it found the first time."""
+        """D and Q over the responses. The prompts are cached: by Q since Follow, by D since its first time."""
         work = self.work
         total = self.prefill(work.prompts) + self.prefill(work.holdout) * bool(work.holdout)
         for times, prompts in ((work.banks, work.prompts), (self._looks if work.holdout else 0, work.holdout)):
@@ -167,7 +168,7 @@ class Floors:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype, width: int, copied: int) -> Rates:
-    """Medians over products of `width` x `width` random matrices and over copies of `copied` bytes."""
+    """Medians over GEMMs of `width` x `width` random matrices and over copies of `copied` bytes."""
     left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     source = torch.randint(-128, 128, (copied,), dtype=torch.int8, device=device)
@@ -184,11 +185,11 @@ def median_seconds(operation: Callable[[], object], device: torch.device, repeat
 
     for _ in range(3):
         operation()
-    seen = []
+    seconds = []
     for _ in range(repeats):
         wait()
         began = time.perf_counter()
         operation()
         wait()
-        seen.append(time.perf_counter() - began)
-    return statistics.median(seen)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)

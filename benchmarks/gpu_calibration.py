@@ -4,9 +4,10 @@
     python benchmarks/gpu_calibration.py --model qwen2.5-vl-7b --layers 8 --sweep --out sweep.json
     python benchmarks/gpu_calibration.py --tiny --out result.json                                   # on a CPU
 
-One call of `onptq.quantize`, as a user makes it; the pictures are as large as real ones (about 400 tokens). Per phase: seconds,
-tokens per second, the most memory that tensors held, and how much of the time the two floors explain (benchmarks/floors.py).
-`--sweep` runs smaller settings instead, changing one thing at a time; `--profile Calibrate` looks into a few steps of a phase.
+One call of `onptq.quantize`, as a user makes it, with images of about 400 tokens. Reported per phase: seconds, tokens
+per second, peak memory of tensors, and the shares of the seconds that the two floors explain (benchmarks/floors.py).
+`--sweep` runs smaller settings instead, changing one of them at a time. `--profile Calibrate` profiles a few steps of a
+phase.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from onptq.checkpoint.source import choose_device, choose_dtype
 from onptq.overrides import parse_override
 from onptq.recipe import Recipe
 from onptq.zoo.configs import RANDOM_TOWERS
-from onptq.zoo.published import PUBLISHED, Published, find_published
+from onptq_vllm.bench.published import PUBLISHED, Published, find_published
 
 PACKAGES = ("torch", "transformers", "compressed-tensors", "triton")
-MATRIX, COPIED = 8192, 2**32  # of the rates' measurement on a GPU
+MATRIX, COPIED = 8192, 2**32  # sizes for measuring the rates on a GPU
 TINY_MATRIX, TINY_COPIED = 256, 2**22
 PROFILED = ("Follow", "Compare", "Branch", "Calibrate")
 
-# One thing at a time around this point; every value of a sweep is a run of its own. With --layers all depths are scaled.
+# A sweep changes one of these at a time; every value is a run of its own. With --layers all depths are scaled.
 BASE = {"prompts": 32, "tokens": 32, "horizon": 4, "media_tokens": 400, "layers": 8}
 SWEEPS: Mapping[str, Sequence[int]] = {
     "prompts": (16, 32, 64),
@@ -62,7 +63,7 @@ def tiny_shape(shape: Published) -> Published:
 
 
 def make_recipe(preset: str, scheme: str, changes: Sequence[str], point: Mapping[str, int]) -> Recipe:
-    """The preset, with what a point of a sweep says; --set wins."""
+    """The preset with the settings of a point; --set wins."""
     named = {"prompts": "data.prompts", "tokens": "follow.max_tokens", "horizon": "branch.horizon"}
     options = {"scheme": scheme} | {name: point[key] for key, name in named.items() if key in point}
     return Recipe.preset(preset, options | dict(map(parse_override, changes)))
@@ -71,8 +72,8 @@ def make_recipe(preset: str, scheme: str, changes: Sequence[str], point: Mapping
 def sweep(
     bench: Bench, arguments: argparse.Namespace, shape: Published, save: Callable[[Mapping[str, Any]], None]
 ) -> dict[str, Any]:
-    """The base point once, and every other value of each sweep, saved as they come; the recipe has one round. On a GPU
-    another run comes before: it compiles kernels and is not counted."""
+    """The base point once and every other value of each sweep, saved as they end; the recipe has one round. On a GPU an
+    uncounted run comes first, which compiles kernels."""
     base = dict(TINY_BASE if arguments.tiny else BASE)
     if arguments.layers is not None:
         base["layers"] = arguments.layers
@@ -80,9 +81,9 @@ def sweep(
 
     def point(values: Mapping[str, int]) -> dict[str, Any]:
         recipe = make_recipe(arguments.preset, arguments.scheme, changes, values)
-        found = bench.run(Setting(shape, values["layers"], values["media_tokens"], recipe))
-        bench.say(f"{dict(values)}: {found['seconds']:.1f} s")
-        return {"setting": dict(values)} | found
+        run = bench.run(Setting(shape, values["layers"], values["media_tokens"], recipe))
+        bench.print_line(f"{dict(values)}: {run['seconds']:.1f} s")
+        return {"setting": dict(values)} | run
 
     if bench.device.type == "cuda":
         point(base)
@@ -100,35 +101,35 @@ def sweep(
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    found = {"python": platform.python_version(), "onptq": onptq.__version__}
+    versions = {"python": platform.python_version(), "onptq": onptq.__version__}
     for name in PACKAGES:
         with suppress(ImportError):
-            found[name] = version(name)
+            versions[name] = version(name)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
-        "versions": found,
+        "versions": versions,
     }
 
 
-def show_run(console: Console, found: Mapping[str, Any], rates: Rates) -> None:
+def show_run(console: Console, run: Mapping[str, Any], rates: Rates) -> None:
     table = Table("phase", box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for head in ("seconds", "tokens/s", "peak GiB", "arithmetic", "bytes"):
         table.add_column(head, justify="right")
-    for name, row in found["phases"].items():
+    for name, row in run["phases"].items():
         rate, peak = row["tokens_per_second"], row["peak_bytes"]
         floors = [f"{100 * row[key]:.1f}%" if key in row else "" for key in ("arithmetic_floor", "bytes_floor")]
         peak_text = "" if peak is None else f"{peak / 2**30:.2f}"
         table.add_row(name, f"{row['seconds']:.2f}", "" if rate is None else f"{rate:,.0f}", peak_text, *floors)
-    peak = found["peak_bytes"]
-    table.add_row("in all", f"{found['seconds']:.2f}", "", "" if peak is None else f"{peak / 2**30:.2f}", "", "")
+    peak = run["peak_bytes"]
+    table.add_row("in all", f"{run['seconds']:.2f}", "", "" if peak is None else f"{peak / 2**30:.2f}", "", "")
     console.print(table)
     console.print(
         f"arithmetic and bytes: the share of a phase's seconds that its least work takes at {rates.flops / 1e12:.3g} TFLOP/s "
         f"and {rates.bandwidth / 1e9:.4g} GB/s, both measured here"
     )
-    seconds = {name: row["seconds"] for name, row in found["phases"].items()}
+    seconds = {name: row["seconds"] for name, row in run["phases"].items()}
     if seconds.get("Follow") and "Branch" in seconds:
         console.print(
             f"Branch takes {seconds['Branch'] / seconds['Follow']:.2f} and Compare "
@@ -136,8 +137,8 @@ def show_run(console: Console, found: Mapping[str, Any], rates: Rates) -> None:
         )
 
 
-def show_sweep(console: Console, found: Mapping[str, Any]) -> None:
-    for name, points in found["curves"].items():
+def show_sweep(console: Console, curves: Mapping[str, Any]) -> None:
+    for name, points in curves.items():
         values = [point["setting"][name] for point in points]
         table = Table(name, *map(str, values), box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
         for phase in PHASES:
@@ -153,15 +154,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scheme", default="W4A8")
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--layers", type=int, help="decoder blocks, instead of all of them")
-    parser.add_argument("--media-tokens", type=int, help="tokens of a prompt's picture or sound, about; default 400")
-    parser.add_argument("--memory-gib", type=float, help="let the GPU have this much memory only")
+    parser.add_argument("--media-tokens", type=int, help="tokens of a prompt's image or audio, about; default 400")
+    parser.add_argument("--memory-gib", type=float, help="limit of the GPU's memory")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--folder", type=Path, help="where the model is made, and kept for the next call")
+    parser.add_argument("--folder", type=Path, help="folder of the model, which stays for the next call")
     parser.add_argument("--verify", action="store_true", help="also reload the checkpoint and compare it")
-    parser.add_argument("--profile", choices=PROFILED, help="look into two steps of a phase, which then takes longer")
-    parser.add_argument("--profile-after", type=int, default=1, metavar="N", help="steps of it that come before")
+    parser.add_argument("--profile", choices=PROFILED, help="profile two steps of a phase")
+    parser.add_argument("--profile-after", type=int, default=1, metavar="N", help="steps of the phase before them")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write every number to FILE")
-    parser.add_argument("--sweep", nargs="*", choices=SWEEPS, help="change one of these (all, unless named) at a time")
+    parser.add_argument("--sweep", nargs="*", choices=SWEEPS, help="change one of these at a time; without names, each")
     parser.add_argument("--tiny", action="store_true", help="a model of the family that a CPU runs in seconds")
     parser.add_argument("--quiet", action="store_true", help="print the tables only")
     arguments = parser.parse_args(argv)
@@ -180,14 +181,13 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
         shape = tiny_shape(shape)
     sizes = (MATRIX, COPIED) if device.type == "cuda" else (TINY_MATRIX, TINY_COPIED)
     rates = measure_rates(device, choose_dtype("auto", device), *sizes)
-    bench = Bench(folder, device, rates, (lambda text: None) if arguments.quiet else _say)
+    bench = Bench(folder, device, rates, (lambda text: None) if arguments.quiet else _print_line)
     about = {"model": arguments.model, "tiny": arguments.tiny, "preset": arguments.preset}
     about |= {"scheme": arguments.scheme, "changes": arguments.changes, "memory_gib": arguments.memory_gib}
     report = about | environment(device) | {"rates": asdict(rates)}
     if arguments.sweep is not None:
-        found = sweep(bench, arguments, shape, lambda curves: save(arguments.out, report | {"sweep": curves}))
-        report |= {"sweep": found}
-        show_sweep(console, report["sweep"])
+        report |= {"sweep": sweep(bench, arguments, shape, lambda part: save(arguments.out, report | {"sweep": part}))}
+        show_sweep(console, report["sweep"]["curves"])
         return report
     point = {key: TINY_BASE[key] for key in ("prompts", "tokens", "horizon")} if arguments.tiny else {}
     changes = ["data.holdout=2", *arguments.changes] if arguments.tiny else arguments.changes
@@ -219,7 +219,7 @@ def save(path: Path | None, report: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -4,13 +4,13 @@
     python benchmarks/gpu_peers.py --model qwen2.5-vl-7b --layers 8 --settings light --out result.json
     python benchmarks/gpu_peers.py --tiny --autoround-python DIR/bin/python --out result.json      # on a CPU
 
-For each setting the preset of that name against AutoRound's recipe of that name (default: 200 iterations, light: 50), one
-process after another. Counted is what lies between a loaded model and finished weights: of OnPTQ all phases from Encode to the
-last Calibrate; of AutoRound turning prompts into tensors (Encode) and everything from its constructor to the end of `quantize()`
-(Tune). Loading and saving are reported beside it, imports are not. AutoRound is given the dense model's responses and does not
-pay for them; OnPTQ writes its own. Both round to W4A16: of four bits AutoRound writes nothing else. Its samples are all prompts
-of preset `default`; preset `light` takes the first of them. Killed at any moment, the same command goes on with what is missing
-in FILE.
+Each setting runs OnPTQ's preset and AutoRound's recipe of that name (default: 200 iterations, light: 50), one process
+after another. The time from a loaded model to finished weights counts: for OnPTQ all phases from Encode to the last
+Calibrate, for AutoRound the conversion of prompts to tensors (Encode) and everything from its constructor to the end of
+`quantize()` (Tune). Loading and saving are reported apart, imports are not. AutoRound is given the dense model's
+responses; OnPTQ generates its own. Both write W4A16, AutoRound's only 4-bit scheme. AutoRound's samples are all prompts
+of preset `default`; preset `light` takes the first of them. Killed at any moment, the same command continues with the
+missing parts of FILE.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 from floors import measure_rates
 from gpu_calibration import COPIED, MATRIX, TINY_COPIED, TINY_MATRIX, environment, make_recipe, save, tiny_shape
 from measured_run import BETWEEN, Measuring, Setting, prompts_of
+from media_prompts import draw_prompts
 from peers_report import START, TOOLS, counted, ratios, show
-from pictures import draw_prompts
 from rich.console import Console
 
 import onptq
@@ -41,24 +41,24 @@ from onptq.errors import OnPTQError
 from onptq.progress import QuietReporter
 from onptq.recipe import Recipe
 from onptq.schemes import Scheme
-from onptq.zoo.published import PUBLISHED, Published, find_published, write_published
+from onptq_vllm.bench.published import PUBLISHED, Published, find_published, write_published
 
 PEERS = Path(__file__).parent / "peers"
-sys.path.append(str(PEERS))
+sys.path.insert(0, str(PEERS))  # before installed packages, which may have the same names
 
-from material import write_material  # noqa: E402
+from peer_inputs import write_material  # noqa: E402
 from run import AUTOROUND, FAMILIES  # noqa: E402
 
 SETTINGS = ("default", "light")
 TINY_POINT = {"prompts": 8, "tokens": 6, "horizon": 2}
 TINY_HOLDOUT, TINY_MEDIA, MEDIA = 2, 12, 400
-LINES = 15  # of a log, when a process failed
+LINES = 15  # of the log of a process that failed
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all processes of one call share."""
+    """The settings that all processes of one call share."""
 
     shape: Published
     layers: int
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def model(self) -> Path:
-        """Named as gpu_calibration.py names it, which may have made it or go on with it."""
+        """The model, under the name that gpu_calibration.py uses too."""
         return self.folder / f"{self.shape.family}-{self.shape.dims.hidden}-{self.layers}"
 
     @property
@@ -96,7 +96,7 @@ def make_plan(arguments: argparse.Namespace, folder: Path) -> Plan:
 
 
 def prepare(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The model, and the prompts with the dense model's responses as files; the device's rates while we are there."""
+    """Write the model, and the prompts with the dense model's responses; measure the device's rates."""
     device = choose_device(arguments.device)
     seconds = {}
     began = time.perf_counter()
@@ -112,8 +112,8 @@ def prepare(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": seconds, "environment": environment(device) | {"rates": asdict(rates)}}
 
 
-class Measured(Measuring):
-    """What comes before the model is loaded has a name of its own: imports, mostly."""
+class MeasuringFromStart(Measuring):
+    """The time before the model is loaded, mostly imports, is a phase of its own."""
 
     def _close(self, name: str) -> int | None:
         return super()._close(START if name == BETWEEN and "Load" not in self.phases else name)
@@ -122,8 +122,9 @@ class Measured(Measuring):
 def run_onptq(plan: Plan, arguments: argparse.Namespace, setting: str) -> dict[str, Any]:
     recipe = plan.recipes[setting]
     prompts = prompts_of(Setting(plan.shape, plan.layers, plan.media_tokens, recipe))
-    measuring = Measured(choose_device(arguments.device), lambda text: print(text, flush=True))
-    with tempfile.TemporaryDirectory(prefix="run-", dir=plan.folder) as out:
+    measuring = MeasuringFromStart(choose_device(arguments.device), lambda text: print(text, flush=True))
+    with tempfile.TemporaryDirectory(prefix="run-", dir=plan.folder) as scratch:
+        out = Path(scratch) / "checkpoint"  # the files of the run go beside it
         onptq.quantize(plan.model, out, **prompts, recipe=recipe, reporter=measuring, verify=False)
         measuring.end()
     return {
@@ -148,7 +149,7 @@ def autoround_command(plan: Plan, arguments: argparse.Namespace, setting: str, r
 
 @dataclass(frozen=True)
 class Processes:
-    """Starts one after another; each leaves a record, and a log that is kept beside the result."""
+    """Starts processes one after another; each writes a record, and a log beside the result."""
 
     folder: Path
     logs: Path
@@ -166,48 +167,48 @@ class Processes:
         if code or not record.is_file():
             tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]
             return {"error": "\n".join(tail) or f"ended with {code}", "process_seconds": seconds}
-        found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-        return found | {"process_seconds": seconds}
+        written: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+        return written | {"process_seconds": seconds}
 
     def record(self, name: str) -> Path:
         return self.folder / f"record-{name}.json"
 
 
-def kept(path: Path | None, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What an earlier call of the same kind has measured on the same device."""
+def measured_before(path: Path | None, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of an earlier call with the same settings on the same device."""
     if path is None or not path.is_file():
         return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    same = all(found.get(name) == value for name, value in about.items())
-    return dict(found["arms"]) if same else {}
+    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    same = all(earlier.get(name) == value for name, value in about.items())
+    return dict(earlier["arms"]) if same else {}
 
 
 def head(plan: Plan, arguments: argparse.Namespace, prepared: Mapping[str, Any]) -> dict[str, Any]:
     """The report before anything is measured in this call."""
     if "error" in prepared:
-        raise OnPTQError(f"the model or its prompts could not be made:\n{prepared['error']}")
-    where = prepared["environment"]
+        raise OnPTQError(f"the model or its prompts could not be written:\n{prepared['error']}")
+    environment = prepared["environment"]
     about = {"model": arguments.model, "tiny": arguments.tiny, "layers": plan.layers, "scheme": str(plan.scheme)}
     about |= {"changes": arguments.changes, "media_tokens": plan.media_tokens, "singly": arguments.singly}
-    about |= {"device": where["device"]}
-    found: dict[str, Any] = about | where
-    return found | {"prepared": prepared["seconds"], "arms": kept(arguments.out, about), "ratios": {}}
+    about |= {"device": environment["device"]}
+    measured = {"arms": measured_before(arguments.out, about), "ratios": {}}
+    return about | environment | {"prepared": prepared["seconds"]} | measured
 
 
 def measure(plan: Plan, arguments: argparse.Namespace, processes: Processes, console: Console) -> dict[str, Any]:
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         if not arguments.quiet:
             print(text, file=sys.stderr, flush=True)
 
     report = head(plan, arguments, processes.start("prepare"))
-    say(f"prepared: {report['prepared']}")
+    print_line(f"prepared: {report['prepared']}")
     for setting, tool in itertools.product(arguments.settings, TOOLS):
         arms, name = report["arms"].setdefault(setting, {}), f"{tool}-{setting}"
         if "seconds" not in arms.get(tool, {}):
             theirs = tool == "autoround"
             command = autoround_command(plan, arguments, setting, processes.record(name)) if theirs else None
             arms[tool] = counted(processes.start(name, command))
-            say(f"{name}: {arms[tool].get('error') or format(arms[tool]['seconds'], '.2f') + ' s'}")
+            print_line(f"{name}: {arms[tool].get('error') or format(arms[tool]['seconds'], '.2f') + ' s'}")
         report["ratios"][setting] = ratios(arms)
         save(arguments.out, report)
     show(console, report)
@@ -215,28 +216,28 @@ def measure(plan: Plan, arguments: argparse.Namespace, processes: Processes, con
 
 
 def run_arm(plan: Plan, arguments: argparse.Namespace) -> None:
-    """What the processes that this script starts of itself do."""
+    """The part of a process that this script started with --arm."""
     name = arguments.arm
-    found = prepare(plan, arguments) if name == "prepare" else run_onptq(plan, arguments, name.removeprefix("onptq-"))
-    save(arguments.record, found)
+    record = prepare(plan, arguments) if name == "prepare" else run_onptq(plan, arguments, name.removeprefix("onptq-"))
+    save(arguments.record, record)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    known = [name for name, shape in PUBLISHED.items() if shape.family in FAMILIES]
+    models = [name for name, shape in PUBLISHED.items() if shape.family in FAMILIES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=known[0], choices=known)
+    parser.add_argument("--model", default=models[0], choices=models)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--scheme", default="W4A16", help="W4A16, W8A8, -gN with A16")
     parser.add_argument(
         "--set", dest="changes", action="append", default=[], metavar="FIELD=VALUE", help="of the presets"
     )
     parser.add_argument("--layers", type=int, help="decoder blocks, instead of all of them")
-    parser.add_argument("--media-tokens", type=int, help="tokens of a prompt's picture, about; default 400")
+    parser.add_argument("--media-tokens", type=int, help="tokens of a prompt's image, about; default 400")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--autoround-python", default=sys.executable, help="the Python that has AutoRound")
     parser.add_argument("--singly", action="store_true", help="AutoRound: accumulate single samples, without padding")
     parser.add_argument("--no-save", action="store_true", help="AutoRound: end with the weights in memory")
-    parser.add_argument("--folder", type=Path, help="where the model is made, and kept for the next call")
+    parser.add_argument("--folder", type=Path, help="folder of the model, which stays for the next call")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write every number to FILE, logs beside it")
     parser.add_argument("--tiny", action="store_true", help="a model of the family that a CPU runs in seconds")
     parser.add_argument("--quiet", action="store_true", help="print the table only")
@@ -258,7 +259,7 @@ def run(argv: Sequence[str], folder: Path) -> int:
     own = [sys.executable, str(Path(__file__).absolute()), *argv, "--folder", str(plan.folder)]
     console = Console(width=110 if not sys.stdout.isatty() else None, highlight=False)
     report = measure(plan, arguments, Processes(plan.folder, logs, own), console)
-    return int(any("error" in found for arms in report["arms"].values() for found in arms.values()))
+    return int(any("error" in record for arms in report["arms"].values() for record in arms.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

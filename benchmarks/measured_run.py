@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 from floors import Counts, Floors, Rates
-from pictures import draw_prompts
+from media_prompts import draw_prompts
 from profiled import Profiled
 
 import onptq
@@ -27,15 +27,15 @@ from onptq.progress import Bar, QuietReporter
 from onptq.recipe import Recipe
 from onptq.run import run_home
 from onptq.schemes import Scheme
-from onptq.zoo.published import Published, write_published
+from onptq_vllm.bench.published import Published, write_published
 
 PHASES = ("Hash", "Load", "Encode", "Initialize", "Follow", "Compare", "Branch", "Calibrate", "Export", "Verify")
-BETWEEN = "Between"  # folding, and files of the run
+BETWEEN = "Between"  # phases: folding, and files of the run
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run is made of."""
+    """The settings of one run."""
 
     shape: Published
     layers: int
@@ -55,12 +55,14 @@ class Phase:
 
 
 class Measuring(QuietReporter):
-    """Seconds and peak of every phase by its first word, and of what lies between phases; says each as it ends."""
+    """Seconds and peak memory of every phase, by its first word, and between phases; each is printed as it ends."""
 
-    def __init__(self, device: torch.device, say: Callable[[str], None], profiled: Profiled | None = None) -> None:
-        self.device, self.say, self.profiled = device, say, profiled
+    def __init__(
+        self, device: torch.device, print_line: Callable[[str], None], profiled: Profiled | None = None
+    ) -> None:
+        self.device, self.print_line, self.profiled = device, print_line, profiled
         self.phases: dict[str, Phase] = {}
-        self.reserved: int | None = None  # on a GPU: what the allocator took for tensors, the most at any time
+        self.reserved: int | None = None  # peak of what the allocator took on a GPU
         self._reset()
 
     @contextmanager
@@ -74,15 +76,17 @@ class Measuring(QuietReporter):
         if self.profiled is not None:
             self.profiled.end()
         peak = self._close(first)
-        held = "" if peak is None else f", {peak / 2**30:.2f} GiB"
-        self.say(f"{name}: {time.perf_counter() - began:.2f} s{held}, {began - ended:.2f} s after the phase before")
+        memory = "" if peak is None else f", {peak / 2**30:.2f} GiB"
+        self.print_line(
+            f"{name}: {time.perf_counter() - began:.2f} s{memory}, {began - ended:.2f} s after the phase before"
+        )
 
     @property
     def peak(self) -> int | None:
         return max((phase.peak_bytes for phase in self.phases.values() if phase.peak_bytes is not None), default=None)
 
     def note(self, text: str) -> None:
-        self.say(text)
+        self.print_line(text)
 
     def end(self) -> None:
         self._close(BETWEEN)
@@ -94,7 +98,7 @@ class Measuring(QuietReporter):
         return peak
 
     def _peak(self) -> int | None:
-        """On a GPU what tensors held, on a CPU what the process held."""
+        """Bytes of tensors on a GPU, of the whole process on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.reserved = max(self.reserved or 0, torch.cuda.max_memory_reserved(self.device))
@@ -108,13 +112,13 @@ class Measuring(QuietReporter):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            with suppress(OSError):  # Linux forgets the high-water mark when asked so
+            with suppress(OSError):  # resets the high-water mark on Linux
                 Path("/proc/self/clear_refs").write_text("5")
         self._began = time.perf_counter()
 
 
 def prompts_of(setting: Setting) -> dict[str, list[Prompt]]:
-    """What `onptq.quantize` is given, by its names."""
+    """The prompts of a run, by the names of `onptq.quantize`."""
     count = setting.recipe.data.prompts
     prompts = draw_prompts(setting.shape.family, count + setting.recipe.data.holdout, setting.media_tokens)
     return {"calibration": prompts[:count], "holdout": prompts[count:]}
@@ -122,23 +126,24 @@ def prompts_of(setting: Setting) -> dict[str, list[Prompt]]:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where models and runs lie, and on what they run."""
+    """The folder of models and runs, and the device."""
 
     folder: Path
     device: torch.device
     rates: Rates
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
 
     def run(
         self, setting: Setting, verify: bool = False, profile: str | None = None, skipped: int = 1
     ) -> dict[str, Any]:
-        """One whole run; its checkpoint is thrown away, the model stays for the next. A profiled phase takes longer; so many of
-        its steps come before."""
-        model, made = self._model(setting)
-        out = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder))
+        """One whole run. Its checkpoint is deleted, the model is left for the next run. `skipped` steps of the profiled
+        phase come before the profiled ones."""
+        model, write_seconds = self._model(setting)
+        scratch = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder))
+        out = scratch / "checkpoint"  # the files of the run go beside it
         prompts = prompts_of(setting)
         profiled = None if profile is None else Profiled(profile, self.device, skipped)
-        measuring = Measuring(self.device, self.say, profiled)
+        measuring = Measuring(self.device, self.print_line, profiled)
         began = time.perf_counter()
         try:
             result = onptq.quantize(model, out, **prompts, recipe=setting.recipe, reporter=measuring, verify=verify)
@@ -146,28 +151,28 @@ class Bench:
             seconds = time.perf_counter() - began
             floors = self._floors(setting, model, out, result.summary)
         finally:
-            shutil.rmtree(out, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        found = {
+        figures = {
             "seconds": seconds,
-            "made_in": made,
+            "made_in": write_seconds,
             "peak_bytes": measuring.peak,
             "reserved_bytes": measuring.reserved,
             "counts": asdict(floors.counts),
             "phases": self._rows(measuring.phases, floors),
             "rounds": result.summary["rounds"],
         }
-        return found if profiled is None else found | {"profile": profiled.found}
+        return figures if profiled is None else figures | {"profile": profiled.result}
 
     def _model(self, setting: Setting) -> tuple[Path, float | None]:
-        """The checkpoint, and the seconds it took to make unless it was there."""
+        """The checkpoint, and the seconds it took to write; None if it was there."""
         folder = self.folder / f"{setting.shape.family}-{setting.shape.dims.hidden}-{setting.layers}"
         if folder.exists():
             return folder, None
         for other in self.folder.glob(f"{setting.shape.family}-{setting.shape.dims.hidden}-*"):
-            shutil.rmtree(other)  # one at a time: sixteen gigabytes each
+            shutil.rmtree(other)  # sixteen gigabytes each: one at a time
         began = time.perf_counter()
         write_published(setting.shape, folder, layers=setting.layers, device=self.device.type)
         return folder, time.perf_counter() - began

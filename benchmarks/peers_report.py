@@ -1,4 +1,4 @@
-"""What gpu_peers.py makes of its records: the seconds that are compared, ratios and a table."""
+"""The report of gpu_peers.py from its records: the seconds that are compared, ratios and a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ START, LOADING, SAVING = "Start", ("Hash", "Load"), ("Export",)
 
 
 def counted(record: Mapping[str, Any]) -> dict[str, Any]:
-    """With the seconds that the comparison is about, and those before and after."""
+    """The record with the seconds that are compared, and those of loading and saving."""
     if "error" in record:
         return dict(record)
     phases: Mapping[str, float] = record["phases"]
@@ -24,17 +24,17 @@ def counted(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """OnPTQ over AutoRound: seconds, seconds with loading and saving, and memory; nothing where one of them is missing."""
+    """OnPTQ over AutoRound: seconds, seconds with loading and saving, memory. Empty where one of the two failed."""
     if any("seconds" not in arms.get(tool, {}) for tool in TOOLS):
         return {}
     ours, theirs = (arms[tool] for tool in TOOLS)
-    found = {"seconds": ours["seconds"] / theirs["seconds"]}
+    result = {"seconds": ours["seconds"] / theirs["seconds"]}
     if theirs["save"]:
         whole = [arm["load"] + arm["seconds"] + arm["save"] for arm in (ours, theirs)]
-        found["whole"] = whole[0] / whole[1]
+        result["whole"] = whole[0] / whole[1]
     if ours["peak_bytes"] and theirs["peak_bytes"]:
-        found["peak"] = ours["peak_bytes"] / theirs["peak_bytes"]
-    return found
+        result["peak"] = ours["peak_bytes"] / theirs["peak_bytes"]
+    return result
 
 
 def show(console: Console, report: Mapping[str, Any]) -> None:
@@ -42,16 +42,16 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     for head in ("seconds", "of that Encode", "load", "save", "peak GiB"):
         table.add_column(head, justify="right")
     for setting, arms in report["arms"].items():
-        for tool, found in arms.items():
-            if "error" in found:
+        for tool, record in arms.items():
+            if "error" in record:
                 table.add_row(setting, tool, "failed", "", "", "", "")
                 continue
-            seconds = [found["seconds"], found["phases"]["Encode"], found["load"], found["save"]]
-            peak = found["peak_bytes"]
+            seconds = [record["seconds"], record["phases"]["Encode"], record["load"], record["save"]]
+            peak = record["peak_bytes"]
             row = [f"{each:.2f}" for each in seconds] + ["" if peak is None else f"{peak / 2**30:.2f}"]
             table.add_row(setting, tool, *row)
     console.print(table)
-    for setting, found in report["ratios"].items():
-        if found:
-            whole = f", {found['whole']:.2f} with loading and saving" if "whole" in found else ""
-            console.print(f"{setting}: OnPTQ takes {found['seconds']:.2f} of AutoRound's time{whole}")
+    for setting, ratio in report["ratios"].items():
+        if ratio:
+            whole = f", {ratio['whole']:.2f} with loading and saving" if "whole" in ratio else ""
+            console.print(f"{setting}: OnPTQ takes {ratio['seconds']:.2f} of AutoRound's time{whole}")

@@ -1,4 +1,4 @@
-"""Where the time of a phase goes: a few of its steps under PyTorch's profiler."""
+"""A few steps of a phase under PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.autograd.profiler_util import DeviceType
 
 from onptq.progress import Bar
 
-PLAIN = 8  # steps before, at most, that are timed without it
+PLAIN = 8  # steps at most that are timed before, without the profiler
 STEPS = 2
-KERNELS = 25  # that are kept, those of most time
+KERNELS = 25  # in the result, the longest
 
 
 class Profiled:
-    """The first run through the phase of this name; a step lies between two advances of its bar. `skipped` come before, at least
-    one, which compiles and allocates."""
+    """The first phase of this name. A step lies between two advances of its bar. At least one is skipped: it compiles
+    and allocates."""
 
     def __init__(self, phase: str, device: torch.device, skipped: int = 1) -> None:
         self.phase, self.device, self.skipped = phase, device, max(1, skipped)
-        self.found: dict[str, Any] | None = None
+        self.result: dict[str, Any] | None = None
         self._advances, self._began, self._computed = 0, 0.0, 0.0
         self._plain: dict[str, float] = {}
         activity = torch.profiler.ProfilerActivity
@@ -32,7 +32,7 @@ class Profiled:
         self._profiler: torch.profiler.profile | None = None
 
     def watching(self, phase: str, bar: Bar) -> Bar:
-        return _Watched(self, bar) if self.found is None and phase == self.phase else bar
+        return _Watched(self, bar) if self.result is None and phase == self.phase else bar
 
     def step(self) -> None:
         self._advances += 1
@@ -49,7 +49,7 @@ class Profiled:
             self.end()
 
     def end(self) -> None:
-        """Also where a phase is over before its steps are."""
+        """Stop the profiler, also where the phase has fewer steps than wanted."""
         if self._profiler is None:
             return
         self._synchronize()
@@ -57,7 +57,7 @@ class Profiled:
         self._profiler.stop()
         if steps:
             timed = {"phase": self.phase, "steps": steps, "wall_ms": 1e3 * wall / steps}
-            self.found = timed | self._plain | self._kernels(steps)
+            self.result = timed | self._plain | self._kernels(steps)
         self._profiler = None
 
     def _start_clocks(self) -> None:
@@ -65,7 +65,7 @@ class Profiled:
         self._began, self._computed = time.perf_counter(), time.process_time()
 
     def _plain_step(self, steps: int) -> dict[str, float]:
-        """Without the profiler: a step, and what the host computed in it; all of it where the device waits for the host."""
+        """Milliseconds of a step without the profiler, and those that the host computed."""
         computed = time.process_time() - self._computed
         self._synchronize()
         return {
@@ -74,7 +74,7 @@ class Profiled:
         }
 
     def _kernels(self, steps: int) -> dict[str, Any]:
-        """By step, what the device computed; a CPU's operations without those that they call."""
+        """Per step, the operations of the device; on a CPU without the operations that they call."""
         assert self._profiler is not None
         on_gpu = self.device.type == "cuda"
         kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
@@ -105,18 +105,18 @@ class _Watched:
             self.profiled.step()
 
 
-def show_profile(console: Console, found: Mapping[str, Any]) -> None:
+def show_profile(console: Console, profile: Mapping[str, Any]) -> None:
     console.print(
-        f"a step of {found['phase']}: {found['wall_ms']:.1f} ms, of which the device was busy for {found['busy_ms']:.1f}, in "
-        f"{found['launches']:,.0f} operations"
+        f"a step of {profile['phase']}: {profile['wall_ms']:.1f} ms, of which the device was busy for {profile['busy_ms']:.1f}, "
+        f"in {profile['launches']:,.0f} operations"
     )
-    if "plain_ms" in found:
+    if "plain_ms" in profile:
         console.print(
-            f"without the profiler {found['plain_ms']:.1f} ms; the host computed {found['plain_host_ms']:.1f}"
+            f"without the profiler {profile['plain_ms']:.1f} ms; the host computed for {profile['plain_host_ms']:.1f}"
         )
     table = Table("operation", box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for head in ("times", "us"):
         table.add_column(head, justify="right")
-    for one in found["kernels"]:
+    for one in profile["kernels"]:
         table.add_row(one["name"][:80], f"{one['launches']:,.0f}", f"{one['us']:,.0f}")
     console.print(table)

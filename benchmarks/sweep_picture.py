@@ -1,8 +1,8 @@
-"""Curves of `gpu_calibration.py --sweep` as a picture: seconds of each phase over what was varied.
+"""A figure of `gpu_calibration.py --sweep`: seconds of each phase over the setting that was varied.
 
     python benchmarks/sweep_picture.py sweep.json more.json --out sweep.svg
 
-Of a setting that is in several files the last one counts.
+If a setting is in several files, the last one counts.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ NAMES = {
     "prompts": "prompts",
     "tokens": "tokens of a response",
     "horizon": "horizon H",
-    "media_tokens": "tokens of a picture",
+    "media_tokens": "tokens of an image",
     "layers": "decoder layers",
 }
 
 
 def curves(reports: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, float]]]:
-    """By what was varied: value -> phase -> seconds. Every point is a setting, so that a base run again replaces the first."""
+    """By setting that was varied: value -> phase -> seconds. A point of the same settings replaces an earlier one."""
     points: dict[str, dict[str, Any]] = {}
     varied: dict[str, list[str]] = {}
     for report in reports:
-        for name, found in report["sweep"]["curves"].items():
-            for point in found:
+        for name, curve in report["sweep"]["curves"].items():
+            for point in curve:
                 key = json.dumps(point["setting"], sort_keys=True)
                 points[key] = point
                 if key not in varied.setdefault(name, []):
@@ -45,15 +45,17 @@ def curves(reports: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, f
     }
 
 
-def draw(found: dict[str, dict[int, dict[str, float]]], out: Path) -> None:
+def draw(by_setting: dict[str, dict[int, dict[str, float]]], out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"svg.hashsalt": "onptq", "font.size": 9})
-    figure, axes = pyplot.subplots(1, len(found), figsize=(3.0 * len(found), 3.0), sharey=True, layout="constrained")
-    for axis, (name, points) in zip(axes, found.items(), strict=True):
+    figure, axes = pyplot.subplots(
+        1, len(by_setting), figsize=(3.0 * len(by_setting), 3.0), sharey=True, layout="constrained"
+    )
+    for axis, (name, points) in zip(axes, by_setting.items(), strict=True):
         for phase in PHASES:
             axis.plot(list(points), [seconds[phase] for seconds in points.values()], marker="o", ms=3, label=phase)
         axis.set(xlabel=NAMES[name])

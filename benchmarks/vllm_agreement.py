@@ -3,12 +3,12 @@
     python benchmarks/vllm_agreement.py --scheme W4A8 --out result.json
     python benchmarks/vllm_agreement.py --tiny --scheme W8A8 --python DIR/bin/python --out result.json      # on a CPU
 
-A model of published shapes with few layers and random weights is exported by plain rounding. Some channels are large, as in
-trained models (onptq.zoo.outliers), so that rounding activations changes what is said far more than 16-bit arithmetic does.
-Simulations that round less stand beside vLLM; and of what rounding the activations changed in the simulation, the correlation
-with what it changed in vLLM is given: near 0 for a server that leaves activations alone. It is below 1 where it does not, since
-codes of activations that lie between two differ with the last digits. humming's steps are the largest magnitude over 127, ours
-and compressed-tensors' over 127.5: a simulation in its steps stands beside ours.
+A model of published shapes with few layers and random weights is exported by plain rounding. Some channels are large,
+as in trained models (onptq.zoo.outliers), so that rounding activations changes log-probabilities far more than 16-bit
+arithmetic does. Simulations that round less are reported beside vLLM. So is a correlation: of the changes that rounding
+the activations makes in the simulation and in vLLM. It is near 0 for a server that does not round them, and below 1 for
+one that does, since values near the middle of two codes round either way. humming's scales are the largest magnitude
+over 127, ours and compressed-tensors' over 127.5; a simulation with its scales is reported too.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from onptq.errors import OnPTQError
 from onptq.models.encoding import PromptBatch, encode
 from onptq.models.family import TEXT
 from onptq.models.processing import ModelInputs
-from onptq.quantizer import numerics as integer
+from onptq.quantizer import numerics
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 from onptq.schemes import Scheme
 from onptq.zoo.catalog import CHOSEN
 from onptq.zoo.configs import RANDOM_TOWERS
 from onptq.zoo.outliers import Outliers, derive
-from onptq.zoo.published import PUBLISHED, Published, find_published, write_published
-from onptq_vllm.bench.timing import Job, draw_prompts, heard
+from onptq_vllm.bench.published import PUBLISHED, Published, find_published, write_published
+from onptq_vllm.bench.timing import Job, draw_prompts, parse_result
 
 SERVER = Path(__file__).with_name("vllm_logprobs.py")
 TEXTS, TOKENS = 8, 256
@@ -55,14 +55,17 @@ TINY_TEXTS, TINY_TOKENS = 3, 24
 VOCABULARY = 8192
 LARGE, CHANNELS = 64, 8  # factor, and how many channels of each norm have it
 
-Said = tuple[Tensor, Tensor]  # of every token but the first its log-probability, and the likeliest one in its place
+Scored = tuple[
+    Tensor, Tensor
+]  # of every token but the first: its log-probability, and the likeliest token in its place
 
 
 @torch.no_grad()
-def simulate(folder: Path, scheme: str, texts: Sequence[Sequence[int]]) -> Said:
+def simulate(folder: Path, scheme: str, texts: Sequence[Sequence[int]]) -> Scored:
+    """Log-probabilities of the texts by a simulation of the scheme."""
     policy = load_policy(folder, scheme, dtype="float16" if torch.cuda.is_available() else "auto")
     policy.freeze(Theta.rtn(policy.structure.blocks, policy.scheme, policy.device))
-    said, likeliest = [], []
+    logprobs, likeliest = [], []
     for text in texts:
         ids = torch.tensor([text])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -70,31 +73,31 @@ def simulate(folder: Path, scheme: str, texts: Sequence[Sequence[int]]) -> Said:
         with policy.speaking("Q"):
             hidden = policy.run(whole_prompts(batch))[0, :-1]
         logits = policy.logits(hidden).log_softmax(-1).cpu()
-        said.append(logits.gather(-1, ids[0, 1:, None])[:, 0])
+        logprobs.append(logits.gather(-1, ids[0, 1:, None])[:, 0])
         likeliest.append(logits.argmax(-1))
-    return torch.stack(said), torch.stack(likeliest)
+    return torch.stack(logprobs), torch.stack(likeliest)
 
 
 @contextmanager
-def humming_steps() -> Iterator[None]:
-    """Inside, activations are simulated in the steps that humming takes, by plain PyTorch."""
+def humming_scales() -> Iterator[None]:
+    """A context in which activations are simulated with humming's scales, by plain PyTorch."""
 
-    def steps(x: Tensor, bits: int) -> Tensor:
-        step = x.abs().amax(dim=-1, keepdim=True).float() / (2 ** (bits - 1) - 1)
-        return torch.where(step == 0, 1.0, step)
+    def scales(x: Tensor, bits: int) -> Tensor:
+        scale = x.abs().amax(dim=-1, keepdim=True).float() / (2 ** (bits - 1) - 1)
+        return torch.where(scale == 0, 1.0, scale)
 
-    with patch.object(integer, "token_steps", steps), patch.dict(os.environ, {kernels.SWITCH: "off"}):
+    with patch.object(numerics, "token_scales", scales), patch.dict(os.environ, {kernels.SWITCH: "off"}):
         yield
 
 
-def compare(found: Mapping[str, Said], expected: Said) -> dict[str, dict[str, float]]:
-    """Differences are of the states of which a number was said."""
+def compare(by_name: Mapping[str, Scored], expected: Scored) -> dict[str, dict[str, float]]:
+    """How each differs from `expected`, over the states where its log-probability is finite."""
     rows = {}
-    for name, (said, likeliest) in found.items():
-        finite = said.isfinite()
+    for name, (logprobs, likeliest) in by_name.items():
+        finite = logprobs.isfinite()
         if not finite.any():
-            raise OnPTQError(f"{name} gave no number for any of {said.numel()} states; expected log-probabilities")
-        differences, same = (said - expected[0]).abs()[finite], (likeliest == expected[1])[finite]
+            raise OnPTQError(f"{name} gave no number for any of {logprobs.numel()} states; expected log-probabilities")
+        differences, same = (logprobs - expected[0]).abs()[finite], (likeliest == expected[1])[finite]
         rows[name] = {
             "not_finite": int((~finite).sum()),
             "mean_difference": float(differences.mean()),
@@ -104,10 +107,11 @@ def compare(found: Mapping[str, Said], expected: Said) -> dict[str, dict[str, fl
     return rows
 
 
-def effect(said: Said, ours: Said, without: Said) -> float:
-    """Of rounding activations: correlation of vLLM's with ours, over the states of which it said a number."""
-    finite = said[0].isfinite()
-    changes = torch.stack([(one[0] - without[0])[finite] for one in (said, ours)])
+def effect(theirs: Scored, ours: Scored, without: Scored) -> float:
+    """The correlation of the changes by rounding activations, theirs with ours, over the states where theirs are
+    finite."""
+    finite = theirs[0].isfinite()
+    changes = torch.stack([(one[0] - without[0])[finite] for one in (theirs, ours)])
     return float(torch.corrcoef(changes.double())[0, 1])
 
 
@@ -123,10 +127,10 @@ def enlarge(model: Path, layers: int, hidden: int, folder: Path) -> Path:
 def ask_server(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [arguments.python, str(SERVER), job.text()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout)
-    found = heard(done.stdout)
-    if found is None:
+    result = parse_result(done.stdout)
+    if result is None:
         raise OnPTQError(f"vLLM did not answer; its log ends:\n{(done.stdout + done.stderr)[-2000:]}")
-    return found
+    return result
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     count, length = (TINY_TEXTS, TINY_TOKENS) if arguments.tiny else (TEXTS, TOKENS)
     if arguments.tiny:
         shape = tiny_shape(shape)
-    else:  # the linears' shapes matter, and nothing else
+    else:  # only the shapes of the linears matter
         shape = Published(shape.family, replace(shape.dims, vocab=VOCABULARY), RANDOM_TOWERS, shape.pixels)
     on_gpu, vocabulary = device.type == "cuda", shape.dims.vocab
     drawn = write_published(shape, folder / "drawn", layers=arguments.layers, device=device.type)
@@ -145,25 +149,25 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ours = simulate(model, str(scheme), texts)
     weights_alone = str(replace(scheme, activation_bits=16))
     less = {name: simulate(model, name, texts) for name in sorted({weights_alone, "W16A16"} - {str(scheme)})}
-    found = {f"{name}, simulated": said for name, said in less.items()}
+    scored = {f"{name}, simulated": one for name, one in less.items()}
     if on_gpu:
         torch.cuda.empty_cache()
     backend = arguments.linear_backend or ("humming" if on_gpu and str(scheme) == "W4A8" else None)
     dtype = "float16" if on_gpu else "float32"
     job = Job(str(exported), "eager", dtype, (count,), length, 1, 1, vocabulary, backend, (), 1.0)
     server = ask_server(job, arguments)
-    found["vLLM"] = torch.tensor(server["logprobs"]), torch.tensor(server["likeliest"])
+    scored["vLLM"] = torch.tensor(server["logprobs"]), torch.tensor(server["likeliest"])
     about = {"model": arguments.model, "tiny": arguments.tiny, "layers": arguments.layers, "scheme": str(scheme)}
     about |= {"linear_backend": backend, "kernels": server["kernels"], "server_versions": server["versions"]}
-    about |= {"states": count * (length - 1), "from_ours": compare(found, ours)}
+    about |= {"states": count * (length - 1), "from_ours": compare(scored, ours)}
     if scheme.quantizes_activations:
-        about["activations"] = effect(found["vLLM"], ours, less[weights_alone])
+        about["activations"] = effect(scored["vLLM"], ours, less[weights_alone])
     if backend == "humming" and scheme.quantizes_activations:
-        with humming_steps():
+        with humming_scales():
             theirs = simulate(model, str(scheme), texts)
-        about["in_humming_steps"] = {
-            "from_theirs": compare({"vLLM": found["vLLM"], "ours": ours}, theirs),
-            "activations": effect(found["vLLM"], theirs, less[weights_alone]),
+        about["with_humming_scales"] = {
+            "from_theirs": compare({"vLLM": scored["vLLM"], "ours": ours}, theirs),
+            "activations": effect(scored["vLLM"], theirs, less[weights_alone]),
             "activations_of_ours": effect(ours, theirs, less[weights_alone]),
         }
     return environment(device) | about
@@ -174,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="qwen2.5-vl-7b", choices=PUBLISHED)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--scheme", default="W4A8")
-    parser.add_argument("--linear-backend", help="vLLM's, on a GPU; humming for W4A8 unless said otherwise")
+    parser.add_argument("--linear-backend", help="vLLM's, on a GPU; default: humming for W4A8")
     parser.add_argument("--python", default=sys.executable, help="the Python that has vLLM")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for vLLM")
     parser.add_argument("--tiny", action="store_true", help="a model of the family that a CPU runs in seconds")
@@ -197,10 +201,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             + (f"; {row['not_finite']} more are not numbers" if row["not_finite"] else "")
         )
     if "activations" in report:
-        print(f"what rounding activations changed: correlation {report['activations']:.3f} with the simulation")
-    if "in_humming_steps" in report:
-        said = report["in_humming_steps"]
-        print(f"  with one in humming's steps: {said['activations']:.3f}; ours: {said['activations_of_ours']:.3f}")
+        print(f"changes by rounding activations: correlation {report['activations']:.3f} with the simulation")
+    if "with_humming_scales" in report:
+        row = report["with_humming_scales"]
+        print(
+            f"  with a simulation in humming's scales: {row['activations']:.3f}; ours: {row['activations_of_ours']:.3f}"
+        )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are served, and how each must be: data type, switches of the server, and how exact its kernel is."""
+"""The checkpoints to serve: data type, switches of the server, and the largest difference that its kernel explains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = (
     *((f"zoo:{family}", scheme) for family in FAMILIES[1:] for scheme in ("W8A8", "W4A16")),
     ("random:qwen2.5-vl", "W4A8"),
 )
-# The largest difference of a logprob from transformers', for tokens of the model's own answer.
+# Limits of the difference of a log-probability from transformers', for tokens of the model's own answer.
 EXACT, CLOSE = 0.06, 0.25
 
 
@@ -29,7 +29,7 @@ class Case:
     """One checkpoint."""
 
     model: str  # zoo:NAME, random:FAMILY, or a folder
-    scheme: Scheme | None  # None: as it is
+    scheme: Scheme | None  # None: not quantized
 
     @property
     def scheme_name(self) -> str:
@@ -41,26 +41,27 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """vLLM's CPU kernel of 4-bit weights takes no float32, and quantizes activations in bfloat16 only. In float16 it
-        is held to what it is worth: in bfloat16 even a dense model is up to 0.08 away from float32."""
+        """vLLM's CPU kernel for 4-bit weights takes no float32, and quantizes activations in bfloat16 only. Without
+        them it runs in float16: in bfloat16 even a dense model differs from float32 by up to 0.08."""
         if self.scheme is None or self.scheme.weight_bits == 8:
             return "float32"
         return "float16" if self.scheme.activation_bits == 16 else "bfloat16"
 
     @property
     def limit(self) -> float:
-        """A server that quantizes activations rounds them differently: in W8A8 by absmax / 127 instead of absmax / 127.5."""
+        """Servers round activations with other scales than ours: in W8A8 absmax / 127 instead of absmax / 127.5."""
         return EXACT if self.scheme is None or self.scheme.activation_bits == 16 else CLOSE
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """On CPUs with AMX vLLM multiplies all 4-bit weights by int8 activations unless it is told not to."""
+        """The switch for int8 activations, which vLLM uses with all 4-bit weights on CPUs with AMX by default."""
         if self.scheme is None or self.scheme.weight_bits != 4:
             return {}
         return {"VLLM_CPU_INT4_W4A8": "1" if self.scheme.activation_bits == 8 else "0"}
 
     def runs_on(self, flags: Set[str]) -> bool:
-        """vLLM's CPU kernel of 4-bit weights is built for AVX-512 alone; it loads elsewhere and dies at the first request."""
+        """Whether the CPU has AVX-512, which vLLM's CPU kernel for 4-bit weights needs; without it the first request
+        fails."""
         return self.scheme is None or self.scheme.weight_bits != 4 or "avx512f" in flags
 
     def source(self, models: Path) -> Source:
@@ -75,7 +76,7 @@ class Case:
 
 
 def choose_cases(models: str | None, schemes: str | None, quick: bool) -> list[Case]:
-    """Every model with every scheme; `quick` and no names: a selection."""
+    """Every model with every scheme; with `quick` a selection."""
     if quick and (models or schemes):
         raise OnPTQError("expected --quick or names of --models and --schemes, got both")
     pairs = QUICK
@@ -92,5 +93,7 @@ def _split(names: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
 def _served(name: str) -> Scheme:
     scheme = Scheme.parse(name)
     if scheme.simulated:
-        raise OnPTQError(f"--schemes: {scheme} is for simulation, no server runs it; expected of {', '.join(SCHEMES)}")
+        raise OnPTQError(
+            f"--schemes: {scheme} is for simulation, no server runs it; expected some of {', '.join(SCHEMES)}"
+        )
     return scheme

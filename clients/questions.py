@@ -1,4 +1,4 @@
-"""What is asked of a checkpoint, as requests of the OpenAI API, and what its replies say token by token."""
+"""Questions to a checkpoint as requests of the OpenAI API, and tokens and log-probabilities of the replies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from onptq.zoo.suite import items
 
 CHAT = "/v1/chat/completions"
 TOKENS = 24  # of an answer
-TASKS = {"image": "caption", "audio": "speech"}  # embedded ones, which the models of the zoo have learned
-WORDS = "Define membrane."  # learned too: a guessed answer says more about the model than about who computes it
+TASKS = {"image": "caption", "audio": "speech"}  # embedded tasks, on which the models of the zoo were trained
+TEXT = "Define membrane."  # trained on too: in a guessed answer small differences change tokens
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """Tokens of one reply and what the server thought of each."""
+class ScoredTokens:
+    """The tokens of one reply with the server's log-probabilities."""
 
-    prompt: tuple[int, ...]  # as the server rendered and expanded it
+    prompt: tuple[int, ...]  # the server's, with expanded placeholders
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     choices: tuple[int, ...]  # the most likely token in the place of each
@@ -39,28 +39,28 @@ class Heard:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, heard token by token as it was given, and once more as the end of a prompt."""
+    """An answer, scored while it was generated, and once more as the end of a prompt."""
 
     answer: str
-    free: Heard
-    forced: Heard
+    free: ScoredTokens
+    forced: ScoredTokens
 
 
 def questions(family: Family) -> list[Question]:
-    """One per modality. Pictures have the family's own size: two resizers would count as a difference."""
-    asked = []
+    """One question per modality. Images have the family's own size, since another resizer would make a difference."""
+    chosen = []
     for kind in (name for name in QUESTIONS if name in family.modalities):
         if kind in TASKS:
             item = next(items(family.name, TASKS[kind], "test", 1))
-            asked.append(Question(kind, item.prompt, item.reference))
+            chosen.append(Question(kind, item.prompt, item.reference))
         else:
-            words = [{"type": "text", "text": WORDS}]
-            asked.append(Question(kind, Prompt(0, kind, [{"role": "user", "content": words}]), ""))
-    return asked
+            words = [{"type": "text", "text": TEXT}]
+            chosen.append(Question(kind, Prompt(0, kind, [{"role": "user", "content": words}]), ""))
+    return chosen
 
 
 def messages(prompt: Prompt) -> list[dict[str, Any]]:
-    """The prompt's messages with its pictures and sounds inside, as the API takes them."""
+    """The prompt's messages with its images and audio inside, as the API takes them."""
     media = {"image": iter(prompt.images), "audio": iter(prompt.audios)}
     return [{**message, "content": [_part(part, media) for part in message["content"]]} for message in prompt.messages]
 
@@ -78,7 +78,7 @@ def _encoded(media: Media) -> str:
 
 
 def free_request(question: Question) -> dict[str, Any]:
-    """An ordinary greedy request that also wants to see token ids and logprobs."""
+    """A greedy request that also asks for token ids and log-probabilities."""
     return {
         "model": NAME,
         "messages": messages(question.prompt),
@@ -91,7 +91,8 @@ def free_request(question: Question) -> dict[str, Any]:
 
 
 def forced_request(question: Question, answer: str) -> dict[str, Any]:
-    """The question with its answer in the model's mouth: the logprobs of the prompt are then those of the answer, too."""
+    """The question followed by its answer as a prompt, so that log-probabilities of the answer come from one
+    prefill."""
     return {
         "model": NAME,
         "messages": [*messages(question.prompt), {"role": "assistant", "content": answer}],
@@ -105,15 +106,15 @@ def forced_request(question: Question, answer: str) -> dict[str, Any]:
 
 
 def ask(server: Server, question: Question) -> dict[str, Any]:
-    """Both replies as the server gives them. The answer is computed twice: token by token, and in one pass."""
+    """Both replies of the server. The answer is computed twice: token by token, and in one prefill."""
     free = server.post(CHAT, free_request(question))
-    answer = said(free)
+    answer = answer_of(free)
     if not answer.strip():
         raise ServerError(f"the answer to the {question.kind} question is empty")
     return {"free": free, "forced": server.post(CHAT, forced_request(question, answer))}
 
 
-def said(reply: Mapping[str, Any]) -> str:
+def answer_of(reply: Mapping[str, Any]) -> str:
     try:
         return str(reply["choices"][0]["message"]["content"] or "")
     except (KeyError, IndexError, TypeError) as error:
@@ -123,25 +124,25 @@ def said(reply: Mapping[str, Any]) -> str:
 def read(replies: Mapping[str, Any]) -> Reply:
     try:
         free = _read_free(replies["free"])
-        return Reply(said(replies["free"]), free, _read_forced(replies["forced"], free))
+        return Reply(answer_of(replies["free"]), free, _read_forced(replies["forced"], free))
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ServerError(f"a reply that is not as expected: {type(error).__name__}: {error}") from error
+        raise ServerError(f"an unexpected reply: {type(error).__name__}: {error}") from error
 
 
-def _read_free(reply: Mapping[str, Any]) -> Heard:
+def _read_free(reply: Mapping[str, Any]) -> ScoredTokens:
     choice = reply["choices"][0]
     tokens = tuple(choice["token_ids"])
     logprobs = tuple(float(one["logprob"]) for one in choice["logprobs"]["content"])
     if not tokens or len(tokens) != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} logprobs")
-    return Heard(tuple(reply["prompt_token_ids"]), tokens, logprobs, tokens)
+    return ScoredTokens(tuple(reply["prompt_token_ids"]), tokens, logprobs, tokens)
 
 
-def _read_forced(reply: Mapping[str, Any], free: Heard) -> Heard:
+def _read_forced(reply: Mapping[str, Any], free: ScoredTokens) -> ScoredTokens:
     ids, length = tuple(reply["prompt_token_ids"]), len(free.prompt)
     tokens, rows = ids[length:], reply["prompt_logprobs"][length:]
     if ids[:length] != free.prompt or not tokens or len(rows) != len(tokens):
         raise ValueError("the prompt with a reply does not continue the prompt without it")
     logprobs = tuple(float(row[str(token)]["logprob"]) for row, token in zip(rows, tokens, strict=True))
     choices = tuple(int(next(token for token, one in row.items() if one["rank"] == 1)) for row in rows)
-    return Heard(free.prompt, tokens, logprobs, choices)
+    return ScoredTokens(free.prompt, tokens, logprobs, choices)

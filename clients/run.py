@@ -1,11 +1,11 @@
-"""Does a real server compute what OnPTQ exports? Serve it with vLLM, ask, and hold the logprobs against transformers.
+"""Serve exported checkpoints with vLLM, ask questions, and compare the log-probabilities with transformers.
 
     python clients/run.py                 # all models and schemes
     python clients/run.py --quick         # one checkpoint of every kind
 
-From nothing: makes vLLM's environment (CPU build), exports the checkpoints by plain rounding, serves each on loopback, and asks
-over the OpenAI API about a picture, a sound (where the model hears) and in plain words. Every token of the answers is compared
-with transformers. OUT gets results.json, server logs and the replies; the exit code is 1 when anything failed.
+Makes vLLM's environment (CPU build), exports the checkpoints by plain rounding, serves each on loopback, and asks over
+the OpenAI API about an image, about audio (where the family has it) and in text. Every token of the answers is compared
+with transformers. OUT gets results.json, server logs and replies. Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from reference import Compared, Reference
 from server import Server, ServerError, free_port, kernels, serve_command, tail
 
 import onptq
-from onptq.checkpoint.load import open_checkpoint
-from onptq.checkpoint.source import Source
+from onptq.checkpoint.source import Source, open_checkpoint
 from onptq.errors import OnPTQError
 from onptq.files import cache_folder
 from onptq.recipe import Recipe
@@ -63,11 +62,9 @@ class Result:
             return self.error
         for one in self.questions:
             if not one.difference <= self.limit:
-                return (
-                    f"{one.kind}: a logprob differs by {one.difference:.3f} from transformers', more than {self.limit}"
-                )
-            if one.blind is not None and one.blind <= self.limit:
-                return f"{one.kind}: a blank one would differ by {one.blind:.3f} only; nothing shows that it was used"
+                return f"{one.kind}: a log-probability differs by {one.difference:.3f} from transformers', more than {self.limit}"
+            if one.blank_difference is not None and one.blank_difference <= self.limit:
+                return f"{one.kind}: blank input would differ by {one.blank_difference:.3f} only, so it may not have been used"
         return None
 
 
@@ -81,7 +78,7 @@ class Suite:
         return self.out / case.label
 
     def export(self, case: Case) -> Source:
-        """The checkpoint to serve. A dense model of the zoo is served from where it lies."""
+        """The checkpoint to serve; a dense model itself."""
         source = case.source(self.out / "models")
         if case.scheme is None:
             return source
@@ -90,46 +87,57 @@ class Suite:
         onptq.quantize(source.folder, checkpoint, recipe=recipe)
         return open_checkpoint(str(checkpoint))
 
-    def hear(self, case: Case, source: Source, asked: Sequence[Question]) -> tuple[list[dict[str, Any]], float, float]:
-        """The server's replies, and the seconds of its start and in all. No torch: this runs beside others."""
+    def ask_server(
+        self, case: Case, source: Source, chosen: Sequence[Question]
+    ) -> tuple[list[dict[str, Any]], float, float]:
+        """The server's replies, the seconds of its start, and those in all. Runs in a thread beside others, without
+        torch."""
         media = {"image": 1, "video": 0} | ({"audio": 1} if "audio" in source.family.modalities else {})
         port, began = free_port(), time.monotonic()
         command = serve_command(self.python, source.folder, port, case.dtype, media)
         log = self.folder(case) / "server.log"
         with Server(command, port, log, case.environment, self.patience) as server:
-            replies = [ask(server, question) for question in asked]
+            replies = [ask(server, question) for question in chosen]
             started_in = server.started_in
         return replies, started_in, time.monotonic() - began
 
-    def judge(self, case: Case, source: Source, asked: Sequence[Question], heard: Future[Any]) -> Result:
+    def check(self, case: Case, source: Source, chosen: Sequence[Question], future: Future[Any]) -> Result:
         compared, error, started_in, seconds = [], None, 0.0, 0.0
         log = self.folder(case) / "server.log"
         try:
-            replies, started_in, seconds = heard.result()
+            replies, started_in, seconds = future.result()
             (self.folder(case) / "replies.json").write_text(json.dumps(replies), encoding="utf-8")
             reference = Reference(source.folder)
-            compared = [reference.compare(one, read(reply)) for one, reply in zip(asked, replies, strict=True)]
+            compared = [reference.compare(one, read(reply)) for one, reply in zip(chosen, replies, strict=True)]
         except ServerError as failure:
             error = str(failure)
-        said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        log_text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
         return Result(
-            case.model, case.scheme_name, case.dtype, case.limit, kernels(said), compared, seconds, started_in, error
+            case.model,
+            case.scheme_name,
+            case.dtype,
+            case.limit,
+            kernels(log_text),
+            compared,
+            seconds,
+            started_in,
+            error,
         )
 
     def run(self, cases: Sequence[Case], servers: int) -> list[Result]:
-        """Servers spend their start importing: two share two cores well, while the next checkpoint is being exported."""
+        """Run several servers at a time, since they start slowly, while further checkpoints are exported."""
         waiting: dict[Future[Any], tuple[Case, Source, list[Question]]] = {}
         results = {}
         with ThreadPoolExecutor(servers) as pool:
             try:
                 for case in cases:
                     source = self.export(case)
-                    asked = questions(source.family)
-                    waiting[pool.submit(self.hear, case, source, asked)] = (case, source, asked)
-                for heard in as_completed(waiting):
-                    case = waiting[heard][0]
-                    results[case] = result = self.judge(*waiting[heard], heard)
-                    say(f"{case.label}: {'ok' if result.fault is None else 'FAILED'}")
+                    chosen = questions(source.family)
+                    waiting[pool.submit(self.ask_server, case, source, chosen)] = (case, source, chosen)
+                for future in as_completed(waiting):
+                    case = waiting[future][0]
+                    results[case] = result = self.check(*waiting[future], future)
+                    print_line(f"{case.label}: {'ok' if result.fault is None else 'FAILED'}")
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 Server.end_all()
@@ -137,7 +145,7 @@ class Suite:
         return [results[case] for case in cases]
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -155,11 +163,13 @@ def print_table(results: Sequence[Result]) -> None:
         verdict = "ok" if one.fault is None else "FAIL"
         if not one.questions:
             table.add_row(*head, "", "", "", str(one.limit), "", f"{one.seconds:.0f}", verdict)
-        for number, asked in enumerate(one.questions):
+        for number, compared in enumerate(one.questions):
             first = number == 0
-            figures = (f"{asked.difference:.4f}", str(one.limit), f"{asked.agreement:.0%}")
+            figures = (f"{compared.difference:.4f}", str(one.limit), f"{compared.agreement:.0%}")
             last = (f"{one.seconds:.0f}", verdict) if first else ("", "")
-            table.add_row(*(head if first else ("",) * 4), asked.kind, " ".join(asked.answer.split()), *figures, *last)
+            table.add_row(
+                *(head if first else ("",) * 4), compared.kind, " ".join(compared.answer.split()), *figures, *last
+            )
     Console(width=200, highlight=False, markup=False).print(table)
 
 
@@ -172,17 +182,20 @@ def write_results(path: Path, results: Sequence[Result], more: dict[str, Any]) -
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--models", help="comma-separated: zoo:NAME, random:FAMILY or folders; default: the zoo's and random ones"
+        "--models",
+        help="zoo:NAME, random:FAMILY or folders, with commas between them; default: the zoo's and random ones",
     )
-    parser.add_argument("--schemes", help="comma-separated: dense, W8A8, W4A16, W4A8, ...; default: these four")
     parser.add_argument(
-        "--quick", action="store_true", help="a selection: every family, every kernel, one random model"
+        "--schemes", help="dense, W8A8, W4A16, W4A8, ..., with commas between them; default: these four"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a selection with every family, every kernel and one random model"
     )
     parser.add_argument("--out", type=Path, default=Path("clients-out"), help="new or empty folder for results")
     parser.add_argument(
         "--environment", type=Path, help="folder of vLLM's environment; default: in OnPTQ's cache folder"
     )
-    parser.add_argument("--servers", type=int, default=2, help="how many run at a time")
+    parser.add_argument("--servers", type=int, default=2, help="servers at a time")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds until a server must be ready")
     return parser.parse_args(arguments)
 
@@ -195,14 +208,14 @@ def cpu_flags() -> frozenset[str]:
 
 
 def runnable(cases: Sequence[Case], flags: Set[str]) -> list[Case]:
-    found = [case for case in cases if case.runs_on(flags)]
-    if left := [case.label for case in cases if case not in found]:
-        say(
-            f"not run, because this CPU has no AVX-512, for which vLLM's kernel of 4-bit weights is made: {', '.join(left)}"
+    able = [case for case in cases if case.runs_on(flags)]
+    if left := [case.label for case in cases if case not in able]:
+        print_line(
+            f"not run: vLLM's CPU kernel for 4-bit weights needs AVX-512, which this CPU does not have: {', '.join(left)}"
         )
-    if not found:
+    if not able:
         raise OnPTQError("no checkpoint is left to serve on this CPU; expected one that is dense or has 8-bit weights")
-    return found
+    return able
 
 
 def run(args: argparse.Namespace) -> int:
@@ -212,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     environment = (args.environment or cache_folder() / "clients" / "vllm").absolute()
     installed = make_environment(environment)
-    say(f"environment {environment}: " + ("was there" if installed is None else f"made in {installed:.0f} s"))
+    print_line(f"environment {environment}: " + ("exists" if installed is None else f"made in {installed:.0f} s"))
     args.out.mkdir(parents=True, exist_ok=True)
     suite = Suite(python_of(environment), args.out.absolute(), args.patience)
     results = suite.run(cases, args.servers)
@@ -222,10 +235,10 @@ def run(args: argparse.Namespace) -> int:
     write_results(args.out / "results.json", results, more)
     failed = [(case, one) for case, one in zip(cases, results, strict=True) if one.fault is not None]
     for case, one in failed:
-        say(f"\n{case.label}: {one.fault}")
+        print_line(f"\n{case.label}: {one.fault}")
         if one.error is not None:
             log = suite.folder(case) / "server.log"
-            say(f"{log}:\n{tail(log)}")
+            print_line(f"{log}:\n{tail(log)}")
     print(
         f"{len(results) - len(failed)} of {len(results)} checkpoints passed in {seconds:.0f} s; {args.out / 'results.json'}"
     )
@@ -233,11 +246,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end as they do on an interrupt
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers as an interrupt does
     try:
         code = run(parse_arguments())
     except OnPTQError as error:
-        say(f"error: {error}")
+        print_line(f"error: {error}")
         code = 2
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""A vLLM server on loopback for one checkpoint: started, waited for, asked, and ended whatever happens."""
+"""A vLLM server on loopback for one checkpoint, which is ended whatever happens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 from onptq.errors import OnPTQError
 
 GUARD = Path(__file__).with_name("guard.py")
-NAME = "onptq"  # under which the server offers the checkpoint
-POLL, REPLY = 0.5, 300.0  # seconds between two looks, and until a request must be answered
-MARGIN = 15.0  # seconds more than a server's, for the guard to end
+NAME = "onptq"  # of the checkpoint in requests
+POLL, REPLY = 0.5, 300.0  # seconds between two health checks, and the limit for a reply
+MARGIN = 15.0  # seconds for the guard to end, beyond those of its server
 TAIL = 12  # lines of a log
 NOISE = re.compile(r"leaked |nanobind|resource_tracker|warnings\.warn|Warning: ")
 KERNEL = re.compile(r"(?:Using|Selected) (\w+?)(?:LinearKernel)? for (?:CompressedTensors\w+|mixed-precision linear)")
@@ -30,9 +30,9 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two servers would both be bound to the first core
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two servers are bound to the same core
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # compiling the first request's logprobs takes longer than all the rest
+    "TORCHDYNAMO_DISABLE": "1",  # compiling for log-probabilities takes longer than all requests
 }
 
 
@@ -41,7 +41,7 @@ class ServerError(OnPTQError):
 
 
 def serve_command(python: Path, checkpoint: Path, port: int, dtype: str, media: Mapping[str, int]) -> list[str]:
-    """vllm-cpu's `vllm serve` looks for a package named vllm and fails (0.32.0); this is what it would run."""
+    """The command behind `vllm serve`, which in vllm-cpu 0.32.0 looks for a package named vllm and fails."""
     options = {
         "model": checkpoint,
         "served-model-name": NAME,
@@ -50,7 +50,7 @@ def serve_command(python: Path, checkpoint: Path, port: int, dtype: str, media: 
         "dtype": dtype,
         "max-model-len": 512,
         "max-num-seqs": 2,
-        "generation-config": "vllm",  # greedy means greedy, whatever the checkpoint's own defaults are
+        "generation-config": "vllm",  # not the checkpoint's, which may sample
         "limit-mm-per-prompt": json.dumps(media),
     }
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--no-enable-prefix-caching"]
@@ -75,7 +75,7 @@ class Server:
         log: Path,
         environment: Mapping[str, str],
         patience: float = 600.0,  # seconds until it must be ready
-        grace: float = 15.0,  # seconds it may take to end by itself
+        grace: float = 15.0,  # seconds between termination and kill
     ) -> None:
         self.command, self.port, self.log, self.patience, self.grace = command, port, log, patience, grace
         self.environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT | dict(environment)
@@ -93,7 +93,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 env=self.environment,
-                start_new_session=True,  # an interrupt of the terminal reaches the suite, which ends the servers itself
+                start_new_session=True,  # an interrupt of the terminal is for the suite, which ends its servers
             )
         self.running.add(self)
         try:
@@ -115,7 +115,7 @@ class Server:
         self.end()
 
     def end(self) -> None:
-        """Close the guard's input and wait until it has ended everything."""
+        """Close the guard's input and wait until it has ended the server."""
         process, self._process = self._process, None
         self.running.discard(self)
         if process is None:
@@ -130,23 +130,23 @@ class Server:
 
     @classmethod
     def end_all(cls) -> None:
-        """For who cannot wait for the threads that started them."""
+        """End all running servers, without their threads."""
         for server in list(cls.running):
             server.end()
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON that answers a JSON request."""
+        """The JSON reply to a JSON request."""
         url = f"http://127.0.0.1:{self.port}{path}"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         try:
             with self._opener.open(request, timeout=REPLY) as reply:
-                found: dict[str, Any] = json.load(reply)
+                answer: dict[str, Any] = json.load(reply)
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read().decode(errors="replace").split())
-            raise ServerError(f"the server answers {path} with {error.code}: {said[:400]}") from error
+            text = " ".join(error.read().decode(errors="replace").split())
+            raise ServerError(f"the server answers {path} with {error.code}: {text[:400]}") from error
         except (OSError, ValueError) as error:
             raise ServerError(f"the server does not answer {path}: {error}") from error
-        return found
+        return answer
 
     def _healthy(self) -> bool:
         try:
@@ -157,12 +157,12 @@ class Server:
 
 
 def kernels(log: str) -> list[str]:
-    """The kernels of quantized linears that the server says it chose."""
+    """The kernels of quantized linears that are named in the log."""
     return list(dict.fromkeys(match.group(1) for match in KERNEL.finditer(log)))
 
 
 def tail(log: Path) -> str:
-    """The last errors of a log and its last lines: the cause is often far above the end."""
+    """The last errors of a log, which may be far above its end, and its last lines."""
     if not log.is_file():
         return "(no log)"
     text = log.read_text(encoding="utf-8", errors="replace")

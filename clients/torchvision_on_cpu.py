@@ -1,7 +1,7 @@
-"""Copied into the server's environment, where every start of Python imports it.
+"""Operators that torchvision needs, declared on every start of Python in the server's environment.
 
-PyPI's torchvision is built for CUDA torch and does not import on the CPU build: its operators are missing. None of them is
-used here, it is enough that their schemas exist before torchvision is imported.
+PyPI's torchvision is built for CUDA. On the CPU build of torch it lacks its operators and does not import. None of them
+is used here, but their schemas must exist before the import.
 """
 
 import importlib.abc

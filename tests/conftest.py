@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from onptq.checkpoint.load import load_model
 from onptq.checkpoint.source import Source, find_source
@@ -27,6 +28,10 @@ from onptq.zoo.random import write_random
 
 torch.set_num_threads(1)  # more threads than free cores make small products many times slower
 
+settings.register_profile("ci", derandomize=True, deadline=None)  # the same examples every time, however slow
+if "CI" in os.environ:
+    settings.load_profile("ci")
+
 MULTIMODAL = ("qwen2.5-vl", "qwen3-vl", "qwen2.5-omni")
 FAMILIES = (*MULTIMODAL, "llama", "qwen2", "qwen3")
 
@@ -36,6 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("slow", "gpu")):
             item.add_marker("fast")
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of garbage collection, which every build and release of a model asks for."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @dataclass(frozen=True)

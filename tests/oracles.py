@@ -24,7 +24,7 @@ def softmax(logits: Array) -> Array:
     return weight / weight.sum()
 
 
-def first_argmax(values: Sequence[float], without: int | None = None) -> int:
+def first_argmax(values: Sequence[float] | Array, without: int | None = None) -> int:
     """The lowest index among the largest entries."""
     best = None
     for index, value in enumerate(values):
@@ -88,7 +88,7 @@ def common_horizon(reference: Sequence[int], competitor: Sequence[int], eos: Col
 
 
 def eq8_consequence(
-    reference: Sequence[Array], competitor: Sequence[Array], horizon: int, divergence: str = "js"
+    reference: Sequence[Array] | Array, competitor: Sequence[Array] | Array, horizon: int, divergence: str = "js"
 ) -> float:
     """A_t from D's logits at s_{t+1}, ..., s_{t+H} of both branches; 0 where no common state exists."""
     if horizon == 0:
@@ -261,13 +261,18 @@ class Frozen:
 def rounding(x: Array, step: Array, bits: int, offset: Array | float = 0.0, zero: Array | float = 0.0) -> Frozen:
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     v = x / step + offset + zero
-    code = np.round(np.clip(v, low, high))
+    code = v.clip(low, high).round()
     return Frozen((v >= low) & (v <= high), code - v, code, zero)
 
 
-def token_step(x: Array, bits: int) -> Array:
+def token_scale(x: Array, bits: int) -> Array:
     """Dynamic, symmetric, per token: the range of 2^b - 1 steps covers twice the largest magnitude."""
     return np.abs(x).max(-1, keepdims=True) / ((2**bits - 1) / 2)
+
+
+def token_scale_off_ties(x: Array, bits: int) -> Array:
+    """The scale of `naive.without_ties`: a token's largest value lies on the largest code."""
+    return np.abs(x).max(-1, keepdims=True) / (2 ** (bits - 1) - 1)
 
 
 def half_range(bits: int) -> float:
@@ -275,7 +280,7 @@ def half_range(bits: int) -> float:
     return (2**bits - 1) / 2 / (1 + 2**-10)
 
 
-def row_step(weight: Array, ratio: Array, bits: int) -> Array:
+def row_scale(weight: Array, ratio: Array, bits: int) -> Array:
     """Symmetric, per output row (or group): ratio * max|W| over half the range."""
     return ratio * np.abs(weight).max(-1, keepdims=True) / half_range(bits)
 
@@ -313,7 +318,7 @@ def plain_forward(
     try:
         for module in model.modules():  # rope offsets remembered from another prompt
             if hasattr(module, "rope_deltas"):
-                module.rope_deltas = None
+                module.rope_deltas = None  # type: ignore[assignment]
         logits = model(**fed, use_cache=False).logits[0]
     finally:
         for hook in hooks:

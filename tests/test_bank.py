@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +15,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from onptq.bank import AGREE, KINDS, MISMATCH, NEAR_MISS, States, Trajectory, read_trajectories, write_trajectories
+from onptq.bank import (
+    AGREE,
+    KINDS,
+    MISMATCH,
+    NEAR_MISS,
+    States,
+    Trajectory,
+    load_bank,
+    load_trajectories,
+    read_trajectories,
+    trajectories_to_pandas,
+    write_trajectories,
+)
 from onptq.cycle.branch import branch
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
 from onptq.cycle.risk import score, select
 from onptq.engine.prefixes import Prefixes
+from onptq.errors import OnPTQError
 from onptq.quantizer.theta import Theta
 from onptq.recipe import RiskConfig, SelectConfig
 
@@ -121,7 +135,7 @@ def test_trajectories_are_read_back_token_for_token(tmp_path: Path, trajectories
 
 
 def test_kinds_are_spelled_out_on_disk(tmp_path: Path) -> None:
-    zeros = {name: np.zeros(3, NUMPY[dtype]) for name, dtype in CONTRACT.items()}
+    zeros: dict[str, np.ndarray] = {name: np.zeros(3, NUMPY[dtype]) for name, dtype in CONTRACT.items()}
     states = States(**zeros | {"kind": np.array([MISMATCH, AGREE, NEAR_MISS], np.int8)})
     states.write(tmp_path / "bank.parquet")
     assert pq.read_table(tmp_path / "bank.parquet")["kind"].to_pylist() == ["mismatch", "agree", "near_miss"]
@@ -130,7 +144,7 @@ def test_kinds_are_spelled_out_on_disk(tmp_path: Path) -> None:
 
 def test_states_are_in_the_order_of_prompt_and_token_whatever_order_they_were_computed_in() -> None:
     def part(*rows: tuple[int, int]) -> States:
-        columns = {name: np.zeros(len(rows), NUMPY[dtype]) for name, dtype in CONTRACT.items()}
+        columns: dict[str, np.ndarray] = {name: np.zeros(len(rows), NUMPY[dtype]) for name, dtype in CONTRACT.items()}
         prompt, t = (np.array(column, np.int32) for column in zip(*rows, strict=True))
         return States(**columns | {"prompt": prompt, "t": t, "token": 100 * prompt + t})
 
@@ -146,3 +160,86 @@ def test_states_fresh_from_compare_are_not_yet_branched_scored_or_selected() -> 
     for name in later:
         assert getattr(states, name).dtype == NUMPY[CONTRACT[name]], name
         assert not getattr(states, name).any(), name
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+
+def two_states() -> States:
+    columns: dict[str, np.ndarray] = {
+        "prompt": np.array([0, 3], np.int32),
+        "t": np.array([1, 2], np.int32),
+        "token": np.array([0, 1], np.int32),
+        "reference": np.array([2, 1], np.int32),
+        "competitor": np.array([0, 4], np.int32),
+        "quantized": np.array([0, 1], np.int32),
+        "kind": np.array([MISMATCH, AGREE], np.int8),
+    }
+    floats = {
+        name: np.array([0.25, 0.5], np.float32) for name in ("margin_dense", "margin_quant", "erosion", "js", "kl")
+    }
+    return States.compared(**columns, **floats)
+
+
+def test_states_open_as_a_table_with_the_columns_of_the_file(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    states = two_states()
+    states.write(tmp_path / "bank.parquet")
+    table = states.to_pandas()
+    pandas.testing.assert_frame_equal(table, pandas.read_parquet(tmp_path / "bank.parquet"))
+    assert table["kind"].tolist() == ["mismatch", "agree"]
+    assert table["kind"].cat.categories.tolist() == list(KINDS)
+
+
+def test_a_tokenizer_adds_the_texts_of_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    table = two_states().to_pandas(Letters())
+    assert list(table.columns) == [*CONTRACT, "token_text", "reference_text", "competitor_text"]
+    assert table[["token_text", "reference_text", "competitor_text"]].values.tolist() == [
+        ["a", "c", "a"],
+        ["b", "b", "e"],
+    ]
+    rollouts = trajectories_to_pandas([Trajectory(3, (1, 0, 2), True), Trajectory(5, (), False)], Letters())
+    assert rollouts.to_dict("list") == {
+        "prompt": [3, 5],
+        "response": [[1, 0, 2], []],
+        "finished": [True, False],
+        "response_text": ["bac", ""],
+    }
+    assert "response_text" not in trajectories_to_pandas([])
+
+
+def test_a_real_tokenizer_gives_the_texts(tiny: Callable[[str], Tiny]) -> None:
+    pytest.importorskip("pandas")
+    tokenizer = tiny("qwen2.5-vl").processor.tokenizer
+    table = two_states().to_pandas(tokenizer)
+    assert table["reference_text"].tolist() == [tokenizer.decode([2]), tokenizer.decode([1])]
+
+
+def test_a_bank_is_loaded_from_its_file_or_its_run(tmp_path: Path) -> None:
+    states, trajectories = two_states(), [Trajectory(3, (1, 0, 2), True)]
+    folder = tmp_path / "rounds" / "1"
+    folder.mkdir(parents=True)
+    states.write(folder / "bank.parquet")
+    write_trajectories(trajectories, folder / "trajectories.parquet")
+    assert_same(load_bank(folder / "bank.parquet"), states)
+    assert_same(load_bank(str(tmp_path), round_index=1), states)
+    assert load_trajectories(tmp_path, round_index=1) == trajectories
+    with pytest.raises(OnPTQError, match=r"no .*rounds.0.bank\.parquet; expected the folder of a run .* round 0"):
+        load_bank(tmp_path)
+    with pytest.raises(OnPTQError, match=r"trajectories\.parquet is no bank\.parquet of a run"):
+        load_bank(folder / "trajectories.parquet")
+    (folder / "bank.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(OnPTQError, match=r"bank\.parquet is no bank\.parquet of a run"):
+        load_bank(tmp_path, round_index=1)
+
+
+def test_a_missing_pandas_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    for make in (two_states().to_pandas, lambda: trajectories_to_pandas([])):
+        with pytest.raises(OnPTQError, match="pip install pandas"):
+            make()

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,30 @@ def test_every_command_of_the_documentation_exists_with_its_options(page: Path, 
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     used = {word.split("=")[0] for word in rest if word.startswith("--")}
     assert used <= options | {"--help"}, f"{named(page)}: onptq {' '.join(words)}"
+
+
+SCRIPT = re.compile(r"python(?: -m)? ((?:benchmarks|clients|examples|tools)[\w./-]*)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_script_of_the_documentation_exists(page: Path) -> None:
+    for name in SCRIPT.findall(page.read_text(encoding="utf-8")):
+        module = ROOT / name.replace(".", "/")
+        places = (ROOT / name, module.with_suffix(".py"), module / "__main__.py")
+        assert any(place.is_file() for place in places), f"{named(page)}: {name}"
+
+
+def test_the_architecture_page_names_every_module_and_the_order_of_imports() -> None:
+    tree, order = (block for block in code(ROOT / "docs/architecture.md", "") if "pipeline" in block)
+    source = {entry.name for entry in (ROOT / "src/onptq").iterdir() if not entry.name.startswith("__")}
+    documented = set(re.findall(r"^  (\w+(?:\.py|/))", tree, re.MULTILINE))
+    assert documented == {name if "." in name else f"{name}/" for name in source} - {"py.typed", "presets/"}
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    names = [{name.strip() for name in layer.split(",")} for layer in order.split("<")]
+    assert names == [{name.strip() for name in layer.split(":")} for layer in reversed(layers)]
 
 
 def test_the_readme_fits_a_first_minute() -> None:

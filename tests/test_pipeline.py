@@ -1,18 +1,20 @@
-"""The whole job, from a checkpoint and prompts to a quantized checkpoint: every family, scheme, method and option."""
+"""From a checkpoint and prompts to a quantized checkpoint: every family, scheme, method and option."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
@@ -22,12 +24,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import onptq
-from onptq.bank import MISMATCH, States
+from onptq.bank import MISMATCH, States, load_bank
 from onptq.check.probes import probe_prompt
 from onptq.cli import app
 from onptq.data.manifest import load_manifest
+from onptq.engine.budget import keep_of_q
 from onptq.models.processing import PromptProcessor
-from onptq.pipeline import helped, keep_of_q
 from onptq.progress import Bar, QuietReporter
 from onptq.quantizer.integers import LowBitLinear
 from onptq.quantizer.theta import Theta
@@ -72,13 +74,14 @@ def call(*arguments: object) -> Any:
 def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
     threads = {"OMP_NUM_THREADS": "1"}  # another number may sum in another order
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS")}
+    others = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS")}
     line = [sys.executable, "-c", "from onptq.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, env=kept | threads | environment)
+    return subprocess.run(line, capture_output=True, text=True, env=others | threads | environment)
 
 
 def theta(run: Path, k: int = 0) -> dict[str, torch.Tensor]:
-    return load_file(run_home(run) / f"rounds/{k}/theta.safetensors")
+    tensors: dict[str, torch.Tensor] = load_file(run_home(run) / f"rounds/{k}/theta.safetensors")
+    return tensors
 
 
 def theta_bytes(run: Path, k: int = 0) -> bytes:
@@ -159,8 +162,8 @@ def test_a_checkpoint_of_every_family_becomes_one_that_plain_transformers_loads_
     with torch.inference_mode(), policy.speaking("Q"):
         expected = policy.model(**inputs, use_cache=False).logits
     with torch.inference_mode():
-        found = reload(family, tmp_path)(**inputs, use_cache=False).logits
-    assert torch.equal(found, expected)
+        logits = reload(family, tmp_path)(**inputs, use_cache=False).logits
+    assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -189,7 +192,8 @@ def test_rounding_to_nearest_needs_no_prompts_and_prompts_only_measure_it(small:
     one = onptq.quantize(small, alone, recipe=plain)
     two = onptq.quantize(small, measured, recipe=plain, calibration=small / "prompts.jsonl")
     assert (alone / "model.safetensors").read_bytes() == (measured / "model.safetensors").read_bytes()
-    assert one.summary["holdout"] == {"initial": None, "final": None}
+    assert one.summary["holdout"] == dict.fromkeys(("rtn", "initial", "calibrated", "final"))
+    assert two.summary["holdout"]["rtn"] == two.summary["holdout"]["final"]
     assert two.summary["holdout"]["initial"]["states"] == two.summary["holdout"]["final"]["states"] > 0
     assert one.summary["rounds"] == two.summary["rounds"] == []
     for run in (alone, measured):
@@ -247,7 +251,7 @@ def test_the_paper_preset_runs_with_the_papers_numbers(small: Path, tmp_path: Pa
     assert [used["calibrate"][term] for term in ("anchor", "hidden", "pair", "response")] == [1.0] * 4
     summary = json.loads((run_home(tmp_path / "run") / "summary.json").read_text())
     assert summary["prompts"] == {"calibration": 6, "holdout": 0}  # no calibration prompt is given up
-    assert summary["holdout"] == {"initial": None, "final": None}
+    assert summary["holdout"] == dict.fromkeys(("rtn", "initial", "calibrated", "final"))
 
 
 # --- options --------------------------------------------------------------------------------------------------------
@@ -265,11 +269,11 @@ def best(rank: np.ndarray, eligible: np.ndarray, count: int) -> set[int]:
 
 def test_every_selection_rule_takes_the_states_it_says(quantize: Quantize) -> None:
     budget = {"select.budget": 5}
-    found = {
+    banks = {
         rule: bank(quantize(budget | {"select.rule": rule}))
         for rule in ("risk", "all", "mismatch", "mismatch_near_miss", "consequence", "random")
     }
-    one = found["risk"]
+    one = banks["risk"]
     assert one.candidates.sum() > 5  # otherwise every rule takes the same states
     expected = {
         "risk": best(one.risk, one.candidates, 5),
@@ -278,12 +282,12 @@ def test_every_selection_rule_takes_the_states_it_says(quantize: Quantize) -> No
         "mismatch_near_miss": best(one.erosion + one.js, one.candidates, 5),
         "consequence": best(one.consequence, one.candidates, 5),
     }
-    assert {rule: taken(found[rule]) for rule in expected} == expected
-    assert len(taken(found["random"])) == 5
-    assert taken(found["random"]) <= set(np.flatnonzero(one.candidates).tolist())
-    assert taken(found["random"]) != expected["risk"]
-    assert np.unique(found["all"].weight).size == 1
-    for states in found.values():
+    assert {rule: taken(banks[rule]) for rule in expected} == expected
+    assert len(taken(banks["random"])) == 5
+    assert taken(banks["random"]) <= set(np.flatnonzero(one.candidates).tolist())
+    assert taken(banks["random"]) != expected["risk"]
+    assert np.unique(banks["all"].weight).size == 1
+    for states in banks.values():
         assert states.weight.sum() == pytest.approx(1, abs=1e-6)
 
 
@@ -296,7 +300,8 @@ def test_states_per_prompt_and_uniform_weights(quantize: Quantize) -> None:
 
 
 def test_a_random_selection_depends_on_the_seed_alone(quantize: Quantize) -> None:
-    rule = {"select.rule": "random", "select.budget": 5}
+    all_prompts = {"data.prompts": 6, "data.holdout": 0}  # the seed also draws prompts where some are left over
+    rule = all_prompts | {"select.rule": "random", "select.budget": 5}
     first, other = bank(quantize(rule)), bank(quantize(rule | {"seed": 7}))
     assert taken(first) != taken(other)
     assert np.array_equal(first.risk, other.risk)
@@ -313,7 +318,7 @@ def test_a_random_selection_depends_on_the_seed_alone(quantize: Quantize) -> Non
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_every_risk_term_can_be_weighed_or_removed(
+def test_every_risk_term_can_be_weighted_or_removed(
     changes: dict[str, Any], expected: Callable[[States], np.ndarray], quantize: Quantize
 ) -> None:
     states = bank(quantize(changes))
@@ -409,41 +414,53 @@ class Listening(QuietReporter):
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def phase(self, name: str, total: int | None = None, unit: str = "") -> AbstractContextManager[Bar]:
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
         self.phases.append(name)
-        return super().phase(name, total, unit)
+        with super().phase(name, total, unit) as bar:
+            yield bar
 
 
-def test_whether_calibration_helped_is_in_the_summary_and_a_loss_is_warned_of(small: Path, tmp_path: Path) -> None:
+def test_where_every_iterate_is_worse_the_checkpoint_is_that_of_the_init_with_a_warning(
+    small: Path, tmp_path: Path
+) -> None:
+    wild = {"calibrate.keep": "best", "calibrate.lr_smoothing": 1.0, "calibrate.lr_step": 1.0, "calibrate.epochs": 4}
+    reporter = Listening()
+    prompts: dict[str, Any] = {"calibration": small / "prompts.jsonl", "verify": False}
+    run = onptq.quantize(small, tmp_path / "run", recipe=recipe(wild), reporter=reporter, **prompts)
+    init = onptq.quantize(small, tmp_path / "init", recipe=recipe({"rounds": 0}), **prompts)
+    assert run.summary["rounds"][0]["best_step"] == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (run.path / name).read_bytes() == (init.path / name).read_bytes()
+    summary = run.summary
+    assert (summary["helped"], summary["choice"]["kept"]) == (False, "init")
+    assert summary["holdout"]["final"] == summary["holdout"]["initial"]
+    [warning] = [text for text in reporter.warnings if "help, so the init is kept" in text]
+    assert warning.startswith("calibration did not help, so the init is kept: on 2 held-out prompts")
+
+
+def test_the_last_iterate_is_taken_as_it_is(small: Path, tmp_path: Path) -> None:
     wild = {"calibrate.keep": "last", "calibrate.lr_smoothing": 1.0, "calibrate.lr_step": 1.0, "calibrate.epochs": 4}
     reporter = Listening()
     summary = onptq.quantize(
         small, tmp_path, calibration=small / "prompts.jsonl", recipe=recipe(wild), verify=False, reporter=reporter
     ).summary
-    initial, final = summary["holdout"]["initial"], summary["holdout"]["final"]
-    assert final["kl"] > initial["kl"]
-    assert summary["helped"] is False
-    [warning] = reporter.warnings
-    assert warning.startswith("calibration did not help: on 2 held-out prompts")
-    assert f"KL from {initial['kl']:.5f} to {final['kl']:.5f}" in warning
+    assert summary["holdout"]["final"]["kl"] > summary["holdout"]["initial"]["kl"]
+    assert (summary["helped"], summary["choice"]) == (None, None)
+    assert summary["holdout"]["final"] == summary["holdout"]["calibrated"]
+    assert not [text for text in reporter.warnings if "did not help" in text]
 
 
-@pytest.mark.parametrize(
-    ("kl", "mismatch", "expected"), [(0.9, 2.0, True), (1.0, 1.9, True), (1.0, 2.0, False), (0.9, 2.1, False)]
-)
-def test_calibration_helped_where_something_fell_and_nothing_rose(kl: float, mismatch: float, expected: bool) -> None:
-    initial = {"kl": 1.0, "mismatch_percent": 2.0}
-    assert helped(initial, {"kl": kl, "mismatch_percent": mismatch}) is expected
-    assert helped(initial, None) is None
-
-
-def test_fewer_prompts_than_the_recipe_asks_for_are_warned_of(small: Path, tmp_path: Path) -> None:
+def test_few_prompts_are_warned_of_where_they_calibrate(small: Path, tmp_path: Path) -> None:
+    reporter = Listening()
+    given: dict[str, Any] = {"calibration": small / "prompts.jsonl", "verify": False}
+    onptq.quantize(small, tmp_path / "run", recipe=recipe(), reporter=reporter, **given)
+    [warning] = [text for text in reporter.warnings if "prompts are few" in text]
+    assert warning.startswith("4 calibration and 2 held-out prompts are few: calibration may not help")
     reporter = Listening()
     plain = Recipe.preset("default", {"method": "rtn", "follow.max_tokens": 2})
-    onptq.quantize(small, tmp_path, calibration=small / "prompts.jsonl", recipe=plain, verify=False, reporter=reporter)
-    [warning] = reporter.warnings
-    assert "calibration and " in warning
-    assert "the recipe asks for 128 and 32" in warning
+    onptq.quantize(small, tmp_path / "rtn", recipe=plain, reporter=reporter, **given)
+    assert reporter.warnings == []
 
 
 def cut(path: Path) -> None:
@@ -479,23 +496,19 @@ def test_a_finished_run_writes_a_damaged_checkpoint_again(
 
 def test_eos_as_max_counts_a_forced_end_as_the_largest_consequence(small: Path, tmp_path: Path) -> None:
     """With every token an end, every forced token ends its branch."""
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in small.iterdir():
-        (model / path.name).symlink_to(path)
+    model = shutil.copytree(small, tmp_path / "model")
     settings = json.loads((small / "generation_config.json").read_text())
-    (model / "generation_config.json").unlink()
     (model / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": list(range(512))}))
-    found = {}
+    banks = {}
     for largest in (False, True):
         chosen = Recipe.preset("default", MOVING | {"branch.eos_as_max": largest})
         onptq.quantize(model, tmp_path / str(largest), calibration=small / "prompts.jsonl", recipe=chosen, verify=False)
-        found[largest] = bank(tmp_path / str(largest))
-    assert len(found[True]) == 4  # one state for each prompt: its first token ends it
-    assert found[True].candidates.any()
-    assert not found[False].consequence.any()
-    assert not found[True].horizon.any()
-    assert np.allclose(found[True].consequence[found[True].candidates], np.log(2))
+        banks[largest] = bank(tmp_path / str(largest))
+    assert len(banks[True]) == 4  # one state for each prompt: its first token ends it
+    assert banks[True].candidates.any()
+    assert not banks[False].consequence.any()
+    assert not banks[True].horizon.any()
+    assert np.allclose(banks[True].consequence[banks[True].candidates], np.log(2))
 
 
 @pytest.mark.parametrize(
@@ -510,11 +523,11 @@ def test_memory_settings_do_not_change_the_result(changes: dict[str, Any], quant
 
 
 @pytest.mark.parametrize("keep", ["codes", "nothing"])
-def test_what_is_kept_of_the_quantized_weights_does_not_change_the_result(
+def test_how_quantized_weights_are_held_does_not_change_the_result(
     keep: str, small: Path, quantize: Quantize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default = quantize({"rounds": 2})
-    monkeypatch.setattr("onptq.pipeline.keep_of_q", lambda *_: keep)
+    monkeypatch.setattr("onptq.engine.budget.keep_of_q", lambda *_: keep)
     chosen = Recipe.preset("default", MOVING | {"rounds": 2})
     onptq.quantize(small, tmp_path, calibration=small / "prompts.jsonl", recipe=chosen)
     assert (tmp_path / "model.safetensors").read_bytes() == (default / "model.safetensors").read_bytes()
@@ -526,7 +539,7 @@ def test_what_is_kept_of_the_quantized_weights_does_not_change_the_result(
 def test_rollouts_in_integers_end_in_the_checkpoint_that_a_simulation_reloads(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: Q multiplies codes while it stands still, Calibrate and the reload simulate."""
+    """As on a GPU: a frozen Q multiplies codes, Calibrate and the reload simulate."""
     multiplied = []
     product = LowBitLinear.forward
 
@@ -535,7 +548,7 @@ def test_rollouts_in_integers_end_in_the_checkpoint_that_a_simulation_reloads(
         return product(linear, x)
 
     monkeypatch.setattr(LowBitLinear, "forward", forward)
-    monkeypatch.setattr("onptq.pipeline.keep_of_q", lambda *_: "integers")
+    monkeypatch.setattr("onptq.engine.budget.keep_of_q", lambda *_: "integers")
     chosen = Recipe.preset("default", MOVING | {"rounds": 2})
     result = onptq.quantize(small, tmp_path, calibration=small / "prompts.jsonl", recipe=chosen)
     assert len(multiplied) > 100
@@ -544,7 +557,7 @@ def test_rollouts_in_integers_end_in_the_checkpoint_that_a_simulation_reloads(
 
 
 @pytest.mark.parametrize(
-    ("free", "on_gpu", "changes", "kept"),
+    ("free", "on_gpu", "changes", "expected"),
     [
         (139, True, {}, "integers"),
         (139, False, {}, "floats"),
@@ -559,11 +572,11 @@ def test_rollouts_in_integers_end_in_the_checkpoint_that_a_simulation_reloads(
         (8, False, {"calibrate.codes": "settled", "rounds": 0}, "nothing"),
     ],
 )
-def test_as_much_is_kept_of_the_quantized_weights_as_fits(
-    free: int, on_gpu: bool, changes: dict[str, Any], kept: str
+def test_as_much_of_the_quantized_weights_is_held_as_fits(
+    free: int, on_gpu: bool, changes: dict[str, Any], expected: str
 ) -> None:
     chosen, gib = recipe(changes), 2**30
-    assert keep_of_q(free * gib, chosen.compute.cache_gib, 13 * gib, 6 * gib, chosen, on_gpu) == kept
+    assert keep_of_q(free * gib, chosen.compute.cache_gib, 13 * gib, 6 * gib, chosen, on_gpu) == expected
 
 
 @pytest.mark.parametrize("changes", [{"compute.batch_tokens": 1}, {"calibrate.micro_batch": 1}])
@@ -574,7 +587,8 @@ def test_batch_sizes_that_fit_nothing_still_work(changes: dict[str, Any], quanti
 
 
 def initial(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_home(run) / "init.safetensors")
+    tensors: dict[str, torch.Tensor] = load_file(run_home(run) / "init.safetensors")
+    return tensors
 
 
 def test_bfloat16_works_or_falls_back_with_a_note(quantize: Quantize) -> None:
@@ -587,9 +601,12 @@ def test_bfloat16_works_or_falls_back_with_a_note(quantize: Quantize) -> None:
 def test_prompts_can_be_given_as_objects_and_held_out_ones_apart(
     small: Path, quantize: Quantize, tmp_path: Path
 ) -> None:
-    prompts = load_manifest(small / "prompts.jsonl")
+    rows = pq.read_table(run_home(quantize()) / "prompts.parquet").to_pylist()
+    drawn = {row["id"] for row in rows if row["role"] == "calibration"}
+    prompts = [prompt for prompt in load_manifest(small / "prompts.jsonl") if prompt.id in drawn]
+    assert len(prompts) == 4
     chosen = Recipe.preset("default", MOVING)
-    onptq.quantize(small, tmp_path / "same", calibration=prompts[:4], recipe=chosen, verify=False)
+    onptq.quantize(small, tmp_path / "same", calibration=prompts, recipe=chosen, verify=False)
     assert theta_bytes(tmp_path / "same") == theta_bytes(quantize())
     (tmp_path / "apart.jsonl").write_text('{"id": "other", "text": "Which colour is the sea?"}\n')
     result = onptq.quantize(
@@ -604,9 +621,72 @@ def test_prompts_can_be_given_as_objects_and_held_out_ones_apart(
     assert theta_bytes(tmp_path / "apart") == theta_bytes(quantize())  # with keep=last nobody judges
 
 
+# --- runs of contract 1 ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def first_prompts(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the first prompts of the manifest, as contract 1 took them; since, prompts are drawn."""
+    out = tmp_path_factory.mktemp("first") / "run"
+    prompts = load_manifest(small / "prompts.jsonl")
+    chosen = Recipe.preset("default", MOVING | {"rounds": 2})
+    onptq.quantize(small, out, calibration=prompts[:4], holdout=prompts[4:], recipe=chosen, verify=False)
+    return out
+
+
+def as_contract_1(run: Path, folder: Path, *, finished: bool) -> Path:
+    """A copy of the run as versions before contract 2 left it: its files in DIR/onptq, without sums and update.json."""
+    out = folder / "run"
+    shutil.copytree(run, out)
+    home = Path(shutil.copytree(run_home(run), out / "onptq"))
+    for path in (home / "SHA256SUMS", *home.glob("rounds/*/update.json")):
+        path.unlink()
+    shutil.rmtree(home / "rtn")
+    record = yaml.safe_load((home / "recipe.yaml").read_text())
+    del record["contract"]
+    (home / "recipe.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
+    if not finished:
+        shutil.rmtree(home / "final")
+        for path in (home / "summary.json", home / "rounds/1/theta.safetensors", out / "config.json"):
+            path.unlink()
+    assert run_home(out) == home
+    return out
+
+
+def test_a_finished_run_of_contract_1_is_shown_as_it_was(small: Path, first_prompts: Path, tmp_path: Path) -> None:
+    run = as_contract_1(first_prompts, tmp_path, finished=True)
+    reporter = Listening()
+    chosen = Recipe.preset("default", MOVING | {"rounds": 2})
+    result = onptq.quantize(small, run, calibration=small / "prompts.jsonl", recipe=chosen, reporter=reporter)
+    assert result.summary == json.loads((run / "onptq" / "summary.json").read_text())
+    assert reporter.phases == ["Hash the model"]
+    assert not run.with_name("run-run").exists()
+    assert len(load_bank(run / "onptq", round_index=1)) > 0
+
+
+def test_an_unfinished_run_of_contract_1_goes_on_where_it_is(small: Path, first_prompts: Path, tmp_path: Path) -> None:
+    run = as_contract_1(first_prompts, tmp_path, finished=False)
+    reporter = Listening()
+    chosen = Recipe.preset("default", MOVING | {"rounds": 2})
+    result = onptq.quantize(
+        small, run, calibration=small / "prompts.jsonl", recipe=chosen, reporter=reporter, verify=False
+    )
+    assert "Follow 1" not in reporter.phases
+    assert "Calibrate 1" not in reporter.phases
+    assert "Calibrate 2" in reporter.phases
+    assert not run.with_name("run-run").exists()
+    for name in ("model.safetensors", "config.json"):
+        assert (run / name).read_bytes() == (first_prompts / name).read_bytes()
+    assert theta_bytes(run, 1) == theta_bytes(first_prompts, 1)
+    expected = json.loads((run_home(first_prompts) / "summary.json").read_text())
+    for name in ("rounds", "holdout", "helped", "checkpoint", "prompts"):
+        assert result.summary[name] == expected[name]
+
+
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_line_and_python_give_the_same_bytes_and_quiet_prints_nothing(
     small: Path, quantize: Quantize, tmp_path: Path
 ) -> None:
@@ -622,7 +702,8 @@ def test_the_command_line_and_python_give_the_same_bytes_and_quiet_prints_nothin
     for name in ("init.safetensors", *(f"rounds/0/{n}" for n in ("theta.safetensors", "bank.parquet"))):
         assert (run_home(out) / name).read_bytes() == (run_home(python) / name).read_bytes(), name
     assert done.stdout == ""
-    assert all(line.startswith("warning: calibration did not help") for line in done.stderr.splitlines())
+    [warning] = done.stderr.splitlines()
+    assert warning.startswith("warning: 4 calibration and 2 held-out prompts are few")
 
 
 def test_json_prints_one_object_per_line_and_the_summary_last(small: Path, tmp_path: Path) -> None:

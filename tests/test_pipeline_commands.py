@@ -1,36 +1,39 @@
-"""The main job: a model of the zoo, quantized and compared with dense, plain rounding and the static control."""
+"""`onptq quantize` on models of the zoo: their prompts and tasks, the comparison afterwards, and what is printed."""
 
 from __future__ import annotations
 
+import io
 import json
-import os
+import re
+import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import Tiny
+from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
-import onptq
-from onptq.cli import app
-from onptq.cli.comparison import explanation
-from onptq.data.manifest import load_manifest, manifest_digest
-from onptq.errors import OnPTQError
-from onptq.evaluate.items import Grade, Item
-from onptq.progress import Bar, QuietReporter
+from onptq.cli import app, result
+from onptq.data.manifest import manifest_digest
+from onptq.evaluate.answers import Answer, write_answers
+from onptq.evaluate.baselines import comparison_folder
+from onptq.evaluate.candidates import DENSE
+from onptq.evaluate.store import path_of
+from onptq.evaluate.tasks import Item
 from onptq.recipe import Recipe
-from onptq.run import run_home
+from onptq.run import HOME, run_home
 from onptq.zoo import catalog, suite
+from onptq.zoo.outliers import PRODUCERS, Outliers
 from onptq.zoo.random import write_random
 
 TINY: dict[str, Any] = {
-    "rounds": 2,
+    "rounds": 1,
+    "init_steps": 2,
     "data.prompts": 4,
     "data.holdout": 2,
     "follow.max_tokens": 6,
@@ -39,324 +42,122 @@ TINY: dict[str, Any] = {
     "calibrate.lr_smoothing": 0.05,
     "calibrate.lr_step": 0.05,
     "calibrate.keep": "last",
-    "compute.batch_tokens": 200,
 }
-COMPARED = ("answers.parquet", "comparison.json")
-CHECKPOINT = ("model.safetensors", "config.json")
-
-
-def letters(text: str) -> Grade:
-    return Grade(text.count("e"), len(text))
+ALONE = {name: value for name, value in TINY.items() if name != "rounds"}  # of a base method
+DEMO = "qwen2.5-vl+outliers-W4A8"
 
 
 @pytest.fixture(scope="module")
-def items(small: Path) -> list[Item]:
-    """Items whose answers the random model gives at random: some tasks right or wrong, one by facts."""
-    prompts = load_manifest(small / "prompts.jsonl")
-    asked = [Item(f"q{n}", "first letter", prompts[n], "", lambda text: Grade(text[:1] < "m"), 2) for n in range(6)]
-    told = [Item(f"t{n}", "tell", prompts[n], "", letters, 8, "facts") for n in range(3)]
-    return [*asked, *told]
-
-
-def recipe(changes: Mapping[str, Any] | None = None) -> Recipe:
-    return Recipe.preset("default", TINY | dict(changes or {}))
-
-
-Quantize = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def quantize(small: Path, items: list[Item], tmp_path_factory: pytest.TempPathFactory) -> Quantize:
-    """`quantize(method, evaluated)`: the run of the small model, computed once per module."""
-    done: dict[tuple[str, bool], Path] = {}
-
-    def get(method: str = "onptq", evaluated: bool = True) -> Path:
-        if (method, evaluated) not in done:
-            done[method, evaluated] = out = tmp_path_factory.mktemp("run")
-            changes = {"method": method} | ({"rounds": 0} if method == "rtn" else {})
-            onptq.quantize(
-                small,
-                out,
-                calibration=small / "prompts.jsonl",
-                recipe=recipe(changes),
-                evaluation=items if evaluated else None,
-            )
-        return done[method, evaluated]
-
-    return get
-
-
-def summary(run: Path) -> dict[str, Any]:
-    return json.loads((run_home(run) / "summary.json").read_text())  # type: ignore[no-any-return]
-
-
-def same(first: Path, second: Path, *names: str) -> None:
-    for name in names:
-        assert (first / name).read_bytes() == (second / name).read_bytes(), name
-
-
-# --- the comparison -------------------------------------------------------------------------------------------------
-
-
-def test_every_arm_is_compared_with_the_dense_model(quantize: Quantize, items: list[Item]) -> None:
-    run = quantize()
-    comparison = summary(run)["comparison"]
-    assert comparison == json.loads((run_home(run) / "comparison.json").read_text())
-    assert comparison["items"] == 9
-    assert list(comparison["arms"]) == ["dense", "rtn", "static", "onptq"]
-    rows = pq.read_table(run_home(run) / "answers.parquet").to_pylist()
-    assert list(rows[0]) == ["arm", "item", "task", "answer", "points", "total"]
-    by_arm = {arm: [row for row in rows if row["arm"] == arm] for arm in comparison["arms"]}
-    graders = {item.id: item.grade for item in items}
-    for arm, figures in comparison["arms"].items():
-        assert [row["item"] for row in by_arm[arm]] == [item.id for item in items]
-        for row in by_arm[arm]:
-            earned = graders[row["item"]](row["answer"])
-            assert (row["points"], row["total"]) == (earned.points, earned.total)
-        for task in ("first letter", "tell"):
-            mine = [row for row in by_arm[arm] if row["task"] == task]
-            expected = 100 * sum(row["points"] for row in mine) / sum(row["total"] for row in mine)
-            assert figures["tasks"][task]["percent"] == pytest.approx(expected)
-        flipped = sum(
-            row["points"] != dense["points"]
-            for row, dense in zip(by_arm[arm], by_arm["dense"], strict=True)
-            if row["task"] == "first letter"
-        )
-        assert (arm == "dense") == ("flips" not in figures)
-        assert arm == "dense" or figures["flips"]["percent"] == pytest.approx(100 * flipped / 6)
-    answers = {arm: [row["answer"] for row in mine] for arm, mine in by_arm.items()}
-    assert len({tuple(texts) for texts in answers.values()}) == 4  # four models that speak differently
-
-
-def test_the_checkpoint_and_the_rounds_are_the_same_without_an_evaluation(quantize: Quantize) -> None:
-    with_, without = quantize(), quantize(evaluated=False)
-    rounds = [
-        f"rounds/{k}/{name}"
-        for k in range(2)
-        for name in ("theta.safetensors", "bank.parquet", "trajectories.parquet", "holdout.parquet")
-    ]
-    same(with_, without, *CHECKPOINT)
-    same(run_home(with_), run_home(without), *rounds, "init.safetensors", "final/holdout.parquet")
-    one, two = summary(with_), summary(without)
-    assert "comparison" not in two
-    assert "evaluation" not in yaml.safe_load((run_home(without) / "recipe.yaml").read_text())
-    for name in ("rounds", "holdout", "verification", "checkpoint", "prompts"):
-        assert one[name] == two[name]
-    assert one["verification"]["max_abs_difference"] == 0.0
-
-
-def test_the_control_is_a_static_run_and_rtn_is_plain_rounding(quantize: Quantize) -> None:
-    ours, static, rtn = (quantize(method) for method in ("onptq", "static", "rtn"))
-    for k in range(2):
-        for name in ("theta.safetensors", "trajectories.parquet", "bank.parquet", "holdout.parquet"):
-            same(run_home(ours) / "static", run_home(static), f"rounds/{k}/{name}")
-    same(run_home(ours) / "static", run_home(static), "final/holdout.parquet")
-    same(run_home(ours) / "rtn", run_home(rtn), "final/holdout.parquet")
-    arms = {run: summary(run)["comparison"]["arms"] for run in (ours, static, rtn)}
-    assert list(arms[static]) == ["dense", "rtn", "static"]
-    assert list(arms[rtn]) == ["dense", "rtn"]
-    for run in (static, rtn):
-        for name, figures in arms[run].items():
-            assert figures == arms[ours][name]
-
-
-def test_on_policy_figures_are_those_of_each_arms_own_rollouts(quantize: Quantize) -> None:
-    runs = {method: summary(quantize(method)) for method in ("onptq", "static", "rtn")}
-    arms = runs["onptq"]["comparison"]["arms"]
-    for method, found in runs.items():
-        assert arms[method]["on_policy"] == found["holdout"]["final"]
-    assert len({arms[method]["on_policy"]["kl"] for method in runs}) == 3
-
-
-def test_without_held_out_prompts_only_the_answers_are_compared(small: Path, items: list[Item], tmp_path: Path) -> None:
-    result = onptq.quantize(small, tmp_path, recipe=recipe({"method": "rtn", "rounds": 0}), evaluation=items)
-    arms = result.summary["comparison"]["arms"]
-    assert list(arms) == ["dense", "rtn"]
-    assert arms["rtn"]["on_policy"] is None
-    assert arms["rtn"]["flips"]["items"] == 6
-
-
-def test_other_items_are_another_run(small: Path, items: list[Item], quantize: Quantize) -> None:
-    run, log = quantize(), (run_home(quantize()) / "log.jsonl").read_bytes()
-    for others in (items[:-1], [replace(items[0], max_tokens=9), *items[1:]], None):
-        with pytest.raises(OnPTQError, match=r"holds another run.*\n.*evaluation"):
-            onptq.quantize(small, run, calibration=small / "prompts.jsonl", recipe=recipe(), evaluation=others)
-    assert (run_home(run) / "log.jsonl").read_bytes() == log
-
-
-def test_items_that_cannot_be_evaluated_are_refused_before_anything_is_written(
-    small: Path, items: list[Item], tmp_path: Path
-) -> None:
-    for bad in ([], [items[0], items[0]]):
-        with pytest.raises(OnPTQError, match="expected"):
-            onptq.quantize(
-                small, tmp_path / "run", calibration=small / "prompts.jsonl", recipe=recipe(), evaluation=bad
-            )
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_controls_lines_of_the_log_are_not_taken_for_the_runs_own(
-    small: Path, items: list[Item], quantize: Quantize, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(quantize(), run)
-    shutil.copytree(run_home(quantize()), run_home(run))
-    expected = summary(run)["rounds"]
-    (run_home(run) / "summary.json").unlink()
-    with (run_home(run) / "log.jsonl").open("a") as log:
-        log.write('{"event": "calibrated", "arm": "static", "round": 1, "steps": 2, "best_step": 77}\n')
-    call = {"calibration": small / "prompts.jsonl", "recipe": recipe(), "evaluation": items}
-    assert onptq.quantize(small, run, **call).summary["rounds"] == expected
-    lines = [json.loads(line) for line in (run_home(run) / "log.jsonl").read_text().splitlines()]
-    calibrated = [line.get("arm") for line in lines if line["event"] == "calibrated"]
-    assert calibrated == [None, None, "static", "static", "static"]
-
-
-# --- interrupted ----------------------------------------------------------------------------------------------------
-
-
-class Stopping(QuietReporter):
-    """Interrupts the job when the phase begins, and remembers which phases began."""
-
-    def __init__(self, stop: str | None = None) -> None:
-        self.stop, self.begun = stop, list[str]()
-
-    @contextmanager
-    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
-        self.begun.append(name)
-        if name == self.stop:
-            raise KeyboardInterrupt
-        with super().phase(name, total, unit) as bar:
-            yield bar
-
-
-def test_a_run_that_is_interrupted_again_and_again_ends_with_the_same_bytes(
-    small: Path, items: list[Item], quantize: Quantize, tmp_path: Path
-) -> None:
-    def begin(stop: str | None = None) -> list[str]:
-        reporter = Stopping(stop)
-        call = {"calibration": small / "prompts.jsonl", "recipe": recipe(), "evaluation": items, "reporter": reporter}
-        if stop is None:
-            onptq.quantize(small, tmp_path, **call)
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                onptq.quantize(small, tmp_path, **call)
-        return reporter.begun
-
-    begin("static Calibrate 1")
-    assert "Calibrate 1" not in begin("static Follow 2")
-    assert "static Calibrate 1" not in begin("Encode items")
-    begin("Answer rtn")
-    assert "Answer dense" not in begin("Answer static")
-    assert "rtn Follow held-out at the end" not in begin("Answer onptq")
-    begin("Verify")
-    last = begin()
-    assert not [phase for phase in last if phase.startswith(("Answer", "Follow", "static", "rtn", "Encode items"))]
-    whole = quantize()
-    varying = {"log.jsonl", "summary.json", "recipe.yaml", "SHA256SUMS"}
-    for mine, theirs in ((tmp_path, whole), (run_home(tmp_path), run_home(whole))):
-        names = [str(path.relative_to(mine)) for path in sorted(mine.rglob("*")) if path.is_file()]
-        assert names == [str(path.relative_to(theirs)) for path in sorted(theirs.rglob("*")) if path.is_file()]
-        same(mine, theirs, *(name for name in names if name not in varying))
-    one, two = summary(tmp_path), summary(whole)
-    assert {**one, "seconds": None} == {**two, "seconds": None}
-
-
-def test_a_kill_between_two_files_of_the_comparison_loses_neither(
-    small: Path, items: list[Item], quantize: Quantize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename, died = os.replace, set[str]()
-
-    def replace_once(source: Any, target: Any) -> None:
-        rename(source, target)
-        name = Path(target).name
-        if name in (*COMPARED, ".answers-dense.parquet") and name not in died:
-            died.add(name)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", replace_once)
-    call = {"calibration": small / "prompts.jsonl", "recipe": recipe(), "evaluation": items}
-    for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            onptq.quantize(small, tmp_path, **call)
-    onptq.quantize(small, tmp_path, **call)
-    assert len(died) == 3
-    same(tmp_path, quantize(), "model.safetensors")
-    same(run_home(tmp_path), run_home(quantize()), *COMPARED)
-    assert not list(run_home(tmp_path).glob(".answers-*"))
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
-
-SMALL = TINY | {"rounds": 1}
+def random_zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    model = folder / "qwen2.5-vl"
+    write_random("qwen2.5-vl", model, prompts=1, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512)
+    blocks = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    Outliers(({name: {3: 16, 7: 4} for name in PRODUCERS},) * blocks).write(model / catalog.CHOSEN)
+    return folder
 
 
 @pytest.fixture
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_zoo: Path) -> Path:
     """A zoo of random models, and an empty current folder."""
     monkeypatch.setattr(catalog, "MODELS", random_zoo)
+    monkeypatch.setenv("ONPTQ_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("onptq.cli.quantize.EVALUATED", 3)
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
     return here
 
 
-@pytest.fixture(scope="module")
-def random_zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_random("qwen2.5-vl", folder / "qwen2.5-vl", prompts=1, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512)
-    return folder
-
-
-def call(*arguments: object, changes: Mapping[str, Any] = SMALL) -> Any:
+def call(*arguments: object, changes: Mapping[str, Any] = TINY) -> Any:
     options = [argument for name, value in changes.items() for argument in ("--set", f"{name}={value}")]
-    return CliRunner().invoke(app, [str(argument) for argument in (*arguments, *options)])
+    return CliRunner().invoke(app, [str(argument) for argument in (*arguments, *options)], env={"COLUMNS": "200"})
+
+
+def summary(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run_home(run) / "summary.json").read_text())
+    return content
+
+
+def report(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((comparison_folder(run) / "report.json").read_text())
+    return content
+
+
+# --- the first command ----------------------------------------------------------------------------------------------
 
 
 def test_quantize_alone_quantizes_the_embedded_model_and_prints_the_comparison(zoo: Path) -> None:
     done = call("quantize", "--items", 2)
     assert done.exit_code == 0, done.stderr
-    run = zoo / "qwen2.5-vl-W4A8"
+    run = zoo / DEMO
     assert sorted(path.name for path in zoo.iterdir()) == [run.name, run_home(run).name]
     lines = done.stdout.splitlines()
     [head] = [line for line in lines if "average" in line]
     tasks = suite.tasks_of("qwen2.5-vl")
-    assert head.split() == [*tasks, "average", "flips", "mismatch", "KL"]
+    assert re.split(r"\s{2,}", head.strip()) == [
+        *tasks, "average", "flips %", "answers changed %", "mismatch %", "KL",
+    ]  # fmt: skip
     first = lines.index(head) + 1
     rows = [line.split() for line in lines[first : first + 4]]
     assert [row[0] for row in rows] == ["dense", "RTN", "static", "OnPTQ"]
-    arms = summary(run)["comparison"]["arms"]
-    for row, arm in zip(rows, arms.values(), strict=True):
-        assert row[1 : 2 + len(tasks)] == [
-            f"{value:.1f}" for value in (*(one["percent"] for one in arm["tasks"].values()), arm["average_percent"])
-        ]
-    ours = arms["onptq"]
-    assert rows[3][-3:] == [
-        f"{ours['flips']['percent']:.1f}%",
-        f"{ours['on_policy']['mismatch_percent']:.1f}%",
-        f"{ours['on_policy']['kl']:.4f}",
-    ]
-    assert rows[0][-3:] == ["-", "-", "-"]
-    assert "qwen2.5-vl-W4A8-run" in done.stdout
+    models = report(run)["models"]
+    assert list(models) == ["dense", "rtn", "static", "onptq"]
+    for row, model in zip(rows, models.values(), strict=True):
+        for cell, key in zip(row[1:], [*tasks, "average", "flips", "changed", "mismatch", "kl"], strict=True):
+            value = model["figures"].get(key, {}).get("value")
+            assert cell == ("-" if value is None else f"{value:.{4 if key == 'kl' else 1}f}")
+    assert rows[0][-4:] == ["-"] * 4
+    assert report(run)["origin"] == "embedded items and prompts of the test split"
+    assert (report(run)["items"], report(run)["prompts"]) == (2 * len(tasks), 3)
+    assert f"With intervals: {comparison_folder(Path(run.name)) / 'report.md'}" in done.stdout
     assert "Answer onptq" in done.stderr
 
     recorded = yaml.safe_load((run_home(run) / "recipe.yaml").read_text())
-    assert recorded["recipe"] == Recipe.preset("zoo", SMALL).model_dump()
-    assert recorded["evaluation"]["items"] == 2 * len(tasks)
+    assert Recipe.model_validate(recorded["recipe"]) == Recipe.preset("zoo", TINY)
     prompts = [*suite.prompts("qwen2.5-vl", "calibration", 4), *suite.prompts("qwen2.5-vl", "held-out", 2)]
     assert recorded["prompts"]["sha256"] == manifest_digest(prompts)
+    assert recorded["model"]["source"] == "zoo:qwen2.5-vl+outliers"
 
     again = call("quantize", "--items", 2)
     assert again.stdout == done.stdout
     assert "finished run" in again.stderr
+    assert not [phase for phase in ("Load", "Answer", "Follow", "Build", "Calibrate") if phase in again.stderr]
 
 
-def test_json_has_the_comparison_and_rtn_has_its_own_folder(zoo: Path) -> None:
-    done = call("quantize", "zoo:qwen2.5-vl", "--method", "rtn", "--items", 1, "--json", changes=TINY | {"rounds": 0})
+def test_the_commands_that_are_printed_at_the_end_work(zoo: Path) -> None:
+    done = call("quantize", "--no-evaluate")
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    commands = lines[lines.index("Next:") + 1 :]
+    verify = shlex.split(next(line for line in commands if line.startswith("onptq verify ")))
+    assert verify[1:] == ["verify", DEMO, "--against", "zoo:qwen2.5-vl+outliers"]
+    checks = json.loads(CliRunner().invoke(app, [*verify[1:], "--json"]).stdout)["checks"]
+    assert {"reload", "logits: image"} <= {check["name"] for check in checks}
+    # A random model may give one token over and over, which a question takes for a defect.
+    assert [check for check in checks if not check["passed"] and not check["name"].startswith("question")] == []
+    [serve] = [line for line in commands if line.startswith("vllm serve ")]
+    assert shlex.split(serve)[2] == DEMO
+
+
+def test_json_has_the_summary_with_the_comparison_and_rtn_has_its_own_folder(zoo: Path) -> None:
+    done = call("quantize", "zoo:qwen2.5-vl", "--method", "rtn", "--items", 1, "--json", changes=ALONE)
     assert done.exit_code == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])["result"]
-    assert list(result["comparison"]["arms"]) == ["dense", "rtn"]
-    assert result == summary(zoo / "qwen2.5-vl-W4A8-rtn")
+    values = json.loads(done.stdout.splitlines()[-1])["result"]
+    run = zoo / "qwen2.5-vl-W4A8-rtn"
+    assert list(values["comparison"]["models"]) == ["dense", "rtn"]
+    assert values == summary(run) | {"comparison": report(run)}
+    assert "comparison" not in summary(run)
+
+
+@pytest.mark.parametrize(("method", "baselines"), [("uniform", ["rtn", "static"]), ("search", ["rtn"])])
+def test_every_method_can_be_shipped_and_is_compared(method: str, baselines: list[str], zoo: Path) -> None:
+    changes = TINY if method == "uniform" else {name: value for name, value in ALONE.items() if name != "init_steps"}
+    done = call("quantize", "zoo:qwen2.5-vl", "--method", method, "--items", 1, changes=changes)
+    assert done.exit_code == 0, done.stderr
+    run = zoo / f"qwen2.5-vl-W4A8-{method}"
+    assert list(report(run)["models"]) == ["dense", *baselines, method]
+    assert summary(run)["method"] == method
+    assert (run / "config.json").exists()
 
 
 def test_a_zoo_model_can_go_unevaluated_and_take_other_prompts_preset_and_folder(zoo: Path, small: Path) -> None:
@@ -365,20 +166,31 @@ def test_a_zoo_model_can_go_unevaluated_and_take_other_prompts_preset_and_folder
         "--calibration", small / "prompts.jsonl",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
-    assert "comparison" not in summary(zoo / "mine")
+    assert not comparison_folder(zoo / "mine").exists()
     assert "average" not in done.stdout
     recorded = yaml.safe_load((run_home(zoo / "mine") / "recipe.yaml").read_text())
-    assert recorded["recipe"] == Recipe.preset("light", SMALL | {"scheme": "W8A8"}).model_dump()
+    assert Recipe.model_validate(recorded["recipe"]) == Recipe.preset("light", TINY | {"scheme": "W8A8"})
     assert recorded["prompts"]["source"] == str(small / "prompts.jsonl")
+
+
+def test_a_run_can_be_evaluated_later(zoo: Path) -> None:
+    first = call("quantize", "zoo:qwen2.5-vl", "--no-evaluate")
+    assert first.exit_code == 0, first.stderr
+    later = call("quantize", "zoo:qwen2.5-vl", "--items", 1)
+    assert later.exit_code == 0, later.stderr
+    assert "finished run" in later.stderr
+    assert "Calibrate 1" not in later.stderr.replace("static Calibrate 1", "")
+    assert list(report(zoo / "qwen2.5-vl-W4A8")["models"]) == ["dense", "rtn", "static", "onptq"]
 
 
 def test_quiet_prints_no_table(zoo: Path) -> None:
     done = call("quantize", "--items", 1, "--quiet")
     assert (done.exit_code, done.stdout) == (0, "")
     assert all(line.startswith("warning: ") for line in done.stderr.splitlines())
+    assert list(report(zoo / DEMO)["models"]) == ["dense", "rtn", "static", "onptq"]
 
 
-def test_a_folder_is_evaluated_when_asked_and_named_after_itself(zoo: Path, random_zoo: Path, small: Path) -> None:
+def test_a_folder_is_evaluated_on_demand_and_named_after_itself(zoo: Path, random_zoo: Path, small: Path) -> None:
     folder = random_zoo / "qwen2.5-vl"
     without = call("quantize", folder)
     assert (without.exit_code, list(zoo.iterdir())) == (2, [])
@@ -386,29 +198,56 @@ def test_a_folder_is_evaluated_when_asked_and_named_after_itself(zoo: Path, rand
     done = call("quantize", folder, "--calibration", small / "prompts.jsonl", "--evaluate", "--items", 1)
     assert done.exit_code == 0, done.stderr
     assert "OnPTQ" in done.stdout
-    assert "comparison" in summary(zoo / "qwen2.5-vl-W4A8")
+    assert report(zoo / "qwen2.5-vl-W4A8")["items"] == len(suite.tasks_of("qwen2.5-vl"))
 
 
-def test_tasks_are_not_put_to_a_family_that_has_none(zoo: Path, tiny: Callable[[str], Tiny]) -> None:
+def test_a_text_model_is_compared_on_embedded_prompts(zoo: Path, tiny: Callable[[str], Tiny]) -> None:
     model = tiny("llama")
-    done = call("quantize", model.folder, "--calibration", model.manifest, "--evaluate")
-    assert (done.exit_code, list(zoo.iterdir())) == (2, [])
-    assert "not made for 'llama'" in done.stderr
+    done = call("quantize", model.folder, "--calibration", model.manifest, "--evaluate", "--out", "mine")
+    assert done.exit_code == 0, done.stderr
+    compared = report(zoo / "mine")
+    assert (compared["items"], compared["prompts"]) == (0, 3)
+    assert compared["origin"] == "embedded prompts of the test split"
+
+
+@pytest.fixture
+def without_tasks(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As with a family that nothing is embedded for."""
+    monkeypatch.setattr(suite, "SIDES", {})
+    return zoo
+
+
+def test_a_family_without_tasks_is_compared_on_its_held_out_prompts(without_tasks: Path, small: Path) -> None:
+    done = call("quantize", small, "--calibration", small / "prompts.jsonl", "--evaluate", "--out", "mine")
+    assert done.exit_code == 0, done.stderr
+    [head] = [line for line in done.stdout.splitlines() if "mismatch %" in line]
+    assert head.split() == ["mismatch", "%", "KL"]
+    run = without_tasks / "mine"
+    compared = report(run)
+    assert (compared["items"], compared["prompts"]) == (0, 2)
+    assert compared["origin"] == "held-out prompts, which also chose the iterate"
+    text = (comparison_folder(run) / "report.md").read_text()
+    assert "Measured on held-out prompts, which also chose the iterate." in text
+    final = summary(run)["holdout"]["final"]
+    assert compared["models"]["onptq"]["figures"]["mismatch"]["value"] == pytest.approx(final["mismatch_percent"])
+    assert compared["models"]["onptq"]["figures"]["kl"]["value"] == pytest.approx(final["kl"], rel=1e-4)
+
+
+def test_where_there_is_nothing_to_evaluate_on_the_checkpoint_stays_and_the_error_says_what_helps(
+    without_tasks: Path, small: Path
+) -> None:
+    done = call("quantize", small, "--method", "rtn", "--evaluate", "--out", "mine", changes=ALONE)
+    assert done.exit_code == 2
+    assert "there is nothing to evaluate" in done.stderr
+    assert "no embedded tasks for qwen2.5-vl and no held-out prompts" in done.stderr
+    assert "expected --no-evaluate, or a calibration set with more prompts" in done.stderr
+    assert (without_tasks / "mine" / "config.json").exists()
 
 
 def test_a_name_that_the_zoo_does_not_have_is_refused_first(zoo: Path) -> None:
     done = call("quantize", "zoo:qwen2.5vl")
     assert (done.exit_code, list(zoo.iterdir())) == (2, [])
     assert "did you mean zoo:qwen2.5-vl" in done.stderr
-
-
-def test_the_explanation_says_how_many_items_and_that_fewer_word_errors_are_better() -> None:
-    tasks = {"choice": {"items": 5, "measure": "accuracy"}, "speech": {"items": 3, "measure": "word errors"}}
-    text = explanation({"arms": {"dense": {"tasks": tasks}}}, "")
-    assert "3 to 5 test items" in text
-    assert "WER: lower is better" in text
-    assert "mismatch" not in text
-    assert "WER" not in explanation({"arms": {"dense": {"tasks": {"choice": tasks["choice"]}}}}, "")
 
 
 @pytest.mark.parametrize(
@@ -419,11 +258,103 @@ def test_the_explanation_says_how_many_items_and_that_fewer_word_errors_are_bett
         ({"calibrate.keep": "best", "rounds": 0}, "2 held-out prompts"),
     ],
 )
-def test_table_and_card_say_whether_the_held_out_prompts_also_chose_the_iterate(
+def test_the_card_says_whether_the_held_out_prompts_also_chose_the_iterate(
     changes: dict[str, Any], expected: str, zoo: Path
 ) -> None:
-    done = call("quantize", "--items", 1, "--init", "rtn", changes=SMALL | changes)
+    without_steps = {name: value for name, value in TINY.items() if name != "init_steps"}
+    done = call("quantize", "--no-evaluate", "--init", "rtn", changes=without_steps | changes)
     assert done.exit_code == 0, done.stderr
-    assert f"the model's own rollouts from {expected}." in " ".join(done.stdout.split())
-    card = (zoo / "qwen2.5-vl-W4A8/README.md").read_text(encoding="utf-8")
-    assert f"the model's own answers to {expected} (" in card
+    card = (zoo / DEMO / "README.md").read_text(encoding="utf-8")
+    assert f"on each model's own answers to {expected} (" in " ".join(card.split())
+
+
+@pytest.mark.parametrize(
+    ("method", "claimed", "unclaimed"),
+    [
+        ("onptq", "on-policy calibration: the quantized model answers the calibration prompts itself", "off-policy"),
+        ("uniform", "(all states alike)", "off-policy"),
+        ("static", "static calibration:", "answers the calibration prompts itself"),
+        ("offpolicy", "off-policy calibration: the source answers the calibration prompts", "on-policy"),
+    ],
+)
+def test_the_card_says_whose_answers_the_weights_were_fitted_on(
+    method: str, claimed: str, unclaimed: str, zoo: Path, small: Path
+) -> None:
+    changes = {name: value for name, value in TINY.items() if name != "init_steps"}
+    prompts = ("--calibration", small / "prompts.jsonl", "--init", "search", "--no-verify", "--quiet")
+    done = call("quantize", small, "--method", method, "--out", "out", *prompts, changes=changes)
+    assert done.exit_code == 0, done.stderr
+    facts = (zoo / "out" / "README.md").read_text().split("## How it was made")[-1].split("\n## ")[0]
+    assert claimed in facts
+    assert unclaimed not in facts
+
+
+# --- examples -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answered(tmp_path: Path) -> tuple[list[Item], Path]:
+    """Embedded items with images, which plain rounding gets wrong and the run right, and one that both get right."""
+    items = [*suite.items("qwen2.5-vl", "choice", "test", 2), *suite.items("qwen2.5-vl", "read", "test", 2)]
+    out = tmp_path / "out"
+    for model in (DENSE, "rtn", "onptq"):
+        answers = []
+        for item in items:
+            right = model != "rtn" or item is items[1]
+            answers.append(Answer(item.id, item.task, item.reference if right else "[wrong]", float(right), 1.0))
+        home = comparison_folder(out).joinpath(HOME, *((DENSE,) if model == DENSE else path_of(model)))
+        home.mkdir(parents=True)
+        write_answers({model: answers}, home / "answers.parquet")
+    return items, out
+
+
+def test_examples_show_question_answers_and_where_the_image_is(
+    answered: tuple[list[Item], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    items, out = answered
+    result.print_examples(items, out, "onptq")
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[1] == "Answers that plain rounding spoils:"
+    chosen = [items[0], items[2], items[3]]  # of every task in turn
+    for number, item in enumerate(chosen, start=1):
+        question = " ".join(part["text"] for part in item.prompt.messages[-1]["content"] if "text" in part).strip()
+        for line in question.splitlines():
+            assert line in shown
+        file = comparison_folder(out) / "examples" / f"{number}.png"
+        assert f"  image   {file}" in shown.splitlines()
+        assert file.read_bytes() == item.prompt.images[0].read()
+        assert Image.open(file).size == (112, 112)
+    blocks = shown.split("  image   ")
+    for block, item in zip(blocks, chosen, strict=False):
+        assert f"  dense   {item.reference}" in block
+        assert "  RTN     [wrong]" in block  # brackets are no markup
+        assert f"  OnPTQ   {item.reference}" in block
+    assert len(list((comparison_folder(out) / "examples").iterdir())) == 3
+
+
+def test_without_a_telling_answer_nothing_is_printed_or_written(
+    answered: tuple[list[Item], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    items, out = answered
+    result.print_examples([items[1]], out, "onptq")
+    shutil.rmtree(comparison_folder(out) / HOME)
+    result.print_examples(items, out, "onptq")
+    assert capsys.readouterr().out == ""
+    assert not (comparison_folder(out) / "examples").exists()
+
+
+def test_an_image_is_drawn_where_the_terminal_has_colours() -> None:
+    image = Image.new("RGB", (40, 40), (200, 10, 10))
+    image.paste((10, 10, 200), (0, 20, 40, 40))
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    text = result._drawn(data.getvalue())
+    lines = text.plain.splitlines()
+    assert (len(lines), {len(line) for line in lines}) == (16, {result.IMAGE_COLUMNS})
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80)
+    console.print(text)
+    assert isinstance(console.file, io.StringIO)
+    drawn = console.file.getvalue().splitlines()
+    assert "38;2;200;10;10;48;2;200;10;10" in drawn[0]
+    assert "38;2;10;10;200;48;2;10;10;200" in drawn[-1] or "38;2;10;10;200;48;2;10;10;200" in drawn[-2]

@@ -1,4 +1,4 @@
-"""What a terminal and a file are told while a run works."""
+"""What a terminal and a log file show while a run works."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def test_a_phase_that_had_nothing_to_do_is_shown_as_done_and_one_that_failed_is_
     assert "0/1 checkpoint" in failed
 
 
-def test_a_file_is_told_that_a_long_phase_has_begun_and_of_a_short_one_only_that_it_ended(
+def test_a_file_shows_that_a_long_phase_has_begun_and_of_a_short_one_only_its_end(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "BEGUN_SECONDS", 0.05)
     with RichReporter().phase("Initialize", total=6, unit="blocks") as bar:
-        deadline, told = time.monotonic() + 30, ""
-        while not told and time.monotonic() < deadline:
+        deadline, shown = time.monotonic() + 30, ""
+        while not shown and time.monotonic() < deadline:
             time.sleep(0.01)
-            told = capsys.readouterr().err
+            shown = capsys.readouterr().err
         bar.advance(6)
-    assert told == "Initialize has begun\n"
+    assert shown == "Initialize has begun\n"
     assert "6/6 blocks" in capsys.readouterr().err
     monkeypatch.setattr(progress, "BEGUN_SECONDS", 60)
     with RichReporter().phase("Load", total=1, unit="checkpoint") as bar:

@@ -8,7 +8,8 @@ import yaml
 
 from onptq.errors import OnPTQError
 from onptq.overrides import difference, flatten, parse_override
-from onptq.recipe import PRESETS, BranchConfig, CalibrateConfig, Recipe
+from onptq.recipe import PRESETS, BranchConfig, CalibrateConfig, Recipe, method_names
+from onptq.registry import LOSS_TERMS, METHODS
 
 
 def fields_without_description(model: Any = Recipe, prefix: str = "") -> list[str]:
@@ -132,7 +133,7 @@ def test_static_differs_from_onptq_in_gamma_alone() -> None:
 
 
 def test_leaving_a_method_leaves_what_it_implied() -> None:
-    for method in ("static", "rtn"):
+    for method in method_names():
         assert Recipe(method=method).with_overrides(["method=onptq"]) == Recipe()
 
 
@@ -142,6 +143,8 @@ def test_leaving_a_method_leaves_what_it_implied() -> None:
         ["method=static", "calibrate.gamma=0.3"],
         ["method=rtn", "rounds=1"],
         ["method=rtn", "init=search"],
+        ["method=gptq", "rounds=1"],
+        ["method=uniform", "select.rule=risk"],
     ],
 )
 def test_a_field_that_contradicts_the_method_is_refused(overrides: list[str]) -> None:
@@ -182,7 +185,10 @@ def test_an_unknown_field_is_refused_with_a_suggestion(override: str, field: str
         ("calibrate.gamma=-1", "calibrate.gamma = -1: input should be greater than or equal to 0"),
         ("risk.branch_weight=.nan", "risk.branch_weight = nan: input should be a finite number"),
         ("risk.divergence=tv", "risk.divergence = 'tv': input should be 'js' or 'kl'"),
-        ("method=gptq", "method = 'gptq': input should be 'onptq', 'static' or 'rtn'"),
+        ("method=gtpq", "method = 'gtpq': unknown method (did you mean gptq?); expected one of onptq, static, uniform"),
+        ("init=static", "init = 'static': unknown base method 'static'"),
+        ("select.rule=best", "select.rule = 'best': unknown selection rule 'best'; expected one of risk, all"),
+        ("calibrate.terms.mine=1", "unknown loss term 'mine'"),
         ("select.per_prompt=none", "select.per_prompt = 'none': input should be a valid integer or null"),
         ("compute.device=tpu", "compute.device = 'tpu': expected auto, cpu, cuda or cuda:N"),
         ("scheme=int4", "scheme = 'int4': unknown scheme 'int4': expected one of W4A16, W8A8, W4A8, W4A6"),
@@ -239,12 +245,26 @@ def test_difference_names_changed_added_and_removed_leaves() -> None:
     assert flatten({"a": {"b": {"c": 1}}, "e": {}}) == {"a.b.c": 1, "e": {}}
 
 
-def test_every_base_method_can_start_the_calibration():
-    from typing import get_args
+def test_every_base_method_can_be_the_init_and_a_method_of_its_own() -> None:
+    assert {Recipe(init=name).init for name in METHODS} == set(METHODS)
+    for name in METHODS:
+        alone = Recipe(method=name)
+        assert (alone.init, alone.rounds) == (name, 0)
+    names = method_names()
+    assert {"onptq", "static", "uniform", *METHODS} <= set(names)
+    assert len(names) == len(set(names))
+    for name in names:
+        assert Recipe.preset("paper", [f"method={name}"]).method == name
 
-    from onptq.methods import METHODS
 
-    assert set(get_args(Recipe.model_fields["init"].annotation)) == set(METHODS)
+def test_uniform_selects_every_state_and_differs_from_onptq_in_that_alone() -> None:
+    onptq, uniform = Recipe.preset("paper"), Recipe.preset("paper", ["method=uniform"])
+    assert difference(onptq.model_dump(), uniform.model_dump()) == [
+        "method: 'onptq' -> 'uniform'",
+        "select.rule: 'risk' -> 'all'",
+    ]
+    with pytest.raises(OnPTQError, match=r"method=uniform means select\.rule=all"):
+        Recipe.preset("default", ["method=uniform", "select.rule=random"])
 
 
 def test_codes_are_free_settled_or_learned() -> None:
@@ -262,3 +282,13 @@ def test_the_response_is_taken_over_critical_or_visited_states() -> None:
     with pytest.raises(OnPTQError, match=r"calibrate\.response_over.*'critical' or 'visited'"):
         Recipe.preset("best", ["calibrate.response_over=all"])
     assert Recipe.preset("paper").calibrate.response_over == "critical", "Eq. 17 as it is written"
+
+
+def test_a_registered_loss_term_has_a_weight_and_is_absent_from_recipes_without_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LOSS_TERMS, "_registered", {"mine": lambda *_: None})
+    assert Recipe.preset("default", ["calibrate.terms.mine=2"]).calibrate.terms == {"mine": 2.0}
+    with pytest.raises(OnPTQError, match="the weight of mine should be 0 or more, got -1"):
+        Recipe.preset("default", ["calibrate.terms.mine=-1"])
+    assert "terms" not in Recipe().model_dump()["calibrate"]

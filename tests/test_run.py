@@ -250,6 +250,10 @@ def small_disk(tmpfs: Callable[[str], Path]) -> Path:
 NOISE = np.random.default_rng(0).integers(0, 255, 1 << 20, dtype=np.uint8)
 
 
+def write_noise(path: Path) -> None:
+    path.write_bytes(NOISE.tobytes())
+
+
 def test_what_is_written_behind_comes_before_what_is_written_next(tmp_path: Path) -> None:
     slow = Event()
 
@@ -277,7 +281,7 @@ def test_what_is_written_behind_comes_before_what_is_written_next(tmp_path: Path
 def test_what_goes_wrong_behind_is_told_and_leaves_what_it_was_to_replace(small_disk: Path, where: str) -> None:
     def use(run: Run) -> None:
         run.write_json([1], "halfway")
-        run.write_behind(lambda path: path.write_bytes(NOISE.tobytes()), "state", instead_of=run.file("halfway"))
+        run.write_behind(write_noise, "state", instead_of=run.file("halfway"))
         if where == "at the next file":
             run.write_json([2], "next")
 
@@ -292,7 +296,7 @@ def test_what_goes_wrong_behind_is_told_and_leaves_what_it_was_to_replace(small_
 
 def test_the_first_error_is_shown_and_not_that_of_a_file_behind_it(small_disk: Path) -> None:
     def use(run: Run) -> None:
-        run.write_behind(lambda path: path.write_bytes(NOISE.tobytes()), "state")
+        run.write_behind(write_noise, "state")
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), Run.open(small_disk / "run", IDENTITY) as run:
@@ -354,7 +358,7 @@ def test_two_processes_cannot_have_the_same_run_and_a_dead_one_does_not_hold_it(
 @pytest.mark.parametrize(
     "write",
     [
-        lambda path: path.write_bytes(NOISE.tobytes()),
+        write_noise,
         lambda path: save_file({"a": NOISE}, path),
         lambda path: pq.write_table(pa.table({"a": NOISE}), path),
     ],
@@ -521,7 +525,11 @@ def test_the_rich_result_is_a_table_on_stdout(capsys: Any) -> None:
     assert "[22%] -> 2%" in out
 
 
-TEXT: Codec[str] = Codec(lambda value, path: path.write_text(value) and None, lambda path: path.read_text())
+def write_text(value: str, path: Path) -> None:
+    path.write_text(value)
+
+
+TEXT: Codec[str] = Codec(write_text, lambda path: path.read_text())
 
 
 def test_a_committed_step_is_not_computed_again(tmp_path: Path) -> None:
@@ -588,3 +596,39 @@ def test_what_safetensors_left_behind_is_swept(tmp_path: Path) -> None:
         (run.file() / ".tmpAb12Cd").write_bytes(b"half a theta")
     with Run.open(tmp_path, IDENTITY) as run:
         assert not (run.file() / ".tmpAb12Cd").exists()
+
+
+def test_a_file_and_then_its_folder_are_synced_around_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut leaves the old file or the whole new one: its bytes are on disk before it has its name."""
+    calls: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def spy_fsync(handle: int) -> None:
+        fsync(handle)
+        calls.append(("fsync", os.fstat(handle).st_ino))
+
+    def spy_replace(source: Path, target: Path) -> None:
+        calls.append(("replace", os.stat(source).st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    with atomically(tmp_path / "x") as path:
+        path.write_text("whole")
+    file, folder = (tmp_path / "x").stat().st_ino, tmp_path.stat().st_ino
+    assert calls == [("fsync", file), ("replace", file), ("fsync", folder)]
+
+
+def test_only_the_process_that_began_a_run_withdraws_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Run.open(out, IDENTITY):
+        pass  # as if killed before its first step
+    with pytest.raises(OnPTQError, match="no luck"), Run.open(out, IDENTITY) as run:
+        raise OnPTQError("no luck")
+    assert run.resumed
+    assert (run.home / "recipe.yaml").exists()
+    with pytest.raises(OnPTQError, match="no luck"), Run.open(tmp_path / "new", IDENTITY):
+        raise OnPTQError("no luck")
+    assert not (tmp_path / "new").exists()

@@ -1,7 +1,7 @@
-"""A peer's side of the calibration material: from its files to the arguments of the model's forward.
+"""From the files of the calibration material to the arguments of the model's forward.
 
-Runs in the peers' environments: plain transformers, no OnPTQ. The picture processor is the Pillow one, as OnPTQ's own, so that
-every quantizer sees the same pixels whether or not torchvision is installed.
+Runs in the peers' environments: plain transformers, no OnPTQ. The image processor is the Pillow one, as in OnPTQ, so
+that every quantizer gets the same pixels whether or not torchvision is installed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ COMPANIONS = ("tokenizer*.json", "vocab.json", "merges.txt", "*processor_config.
 
 
 def read_samples(material: Path, model: Path) -> list[dict[str, Tensor]]:
-    """One sample a prompt, the dense model's response behind it: input_ids, attention_mask, mm_token_type_ids, pictures."""
+    """One sample per prompt, followed by the dense model's response: input_ids, attention_mask, mm_token_type_ids,
+    images."""
     from PIL import Image, ImageOps
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    pictures = Qwen2VLImageProcessorPil.from_pretrained(model)
+    images = Qwen2VLImageProcessorPil.from_pretrained(model)
     token = json.loads((model / "config.json").read_text(encoding="utf-8"))["image_token_id"]
     responses = {record["id"]: record["tokens"] for record in _lines(material / "responses.jsonl")}
     samples = []
@@ -39,9 +40,9 @@ def read_samples(material: Path, model: Path) -> list[dict[str, Tensor]]:
         tensors: dict[str, Tensor] = {}
         if record["images"]:
             opened = [ImageOps.exif_transpose(Image.open(material / name)).convert("RGB") for name in record["images"]]
-            seen = pictures(images=opened, return_tensors="pt")
-            tensors = {name: seen[name] for name in ("pixel_values", "image_grid_thw")}
-            sizes = [int(grid.prod()) // pictures.merge_size**2 for grid in seen["image_grid_thw"]]
+            processed = images(images=opened, return_tensors="pt")
+            tensors = {name: processed[name] for name in ("pixel_values", "image_grid_thw")}
+            sizes = [int(grid.prod()) // images.merge_size**2 for grid in processed["image_grid_thw"]]
             ids = _expanded(ids, token, sizes)
         ids = torch.tensor([ids + responses[record["id"]]])
         tensors |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -50,7 +51,7 @@ def read_samples(material: Path, model: Path) -> list[dict[str, Tensor]]:
 
 
 def read_model(folder: Path) -> Any:
-    """In the dtype it is stored in, as the peers' own examples load it."""
+    """The model in its stored dtype, as the peers' own examples load it."""
     from transformers import AutoModelForImageTextToText
 
     return AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
@@ -58,7 +59,7 @@ def read_model(folder: Path) -> Any:
 
 @contextmanager
 def writing(out: Path, model: Path) -> Iterator[Path]:
-    """A folder that becomes `out` once the checkpoint in it is whole, completed with the files that only the source has."""
+    """A folder that becomes `out` when the checkpoint in it is complete; files that only the source has are added."""
     stage = out.with_name(out.name + STAGE)
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
@@ -72,7 +73,7 @@ def writing(out: Path, model: Path) -> Iterator[Path]:
 
 
 def write_record(path: Path, began: float, packages: tuple[str, ...], settings: dict[str, Any]) -> None:
-    """What made the checkpoint, and what that took: wall-clock seconds and the process's peak memory."""
+    """Write the settings and versions that made the checkpoint, its seconds and the process's peak memory."""
     record = {
         "seconds": round(time.monotonic() - began, 1),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -83,9 +84,9 @@ def write_record(path: Path, began: float, packages: tuple[str, ...], settings: 
 
 
 def _expanded(ids: list[int], token: int, sizes: list[int]) -> list[int]:
-    """Each picture's placeholder as often as the picture has tokens."""
+    """The ids with each image's placeholder repeated for every token of the image."""
     if ids.count(token) != len(sizes):
-        raise ValueError(f"{ids.count(token)} placeholders for {len(sizes)} pictures; expected one for each")
+        raise ValueError(f"{ids.count(token)} placeholders for {len(sizes)} images; expected one for each")
     left = iter(sizes)
     return [each for each in ids for _ in range(next(left) if each == token else 1)]
 

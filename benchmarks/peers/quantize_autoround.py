@@ -2,9 +2,9 @@
 
     python quantize_autoround.py --recipe default --bits 4 --model DIR --material DIR --out DIR
 
-`default`, `light` and `best` are the package's recipes of those names, in batches of 8. Samples have pictures and so differ in
-length; the batch is therefore 8 accumulated single samples, which is what the package advises for that case.
-Written in its `llm_compressor` format (compressed-tensors), which transformers loads without the package.
+`default`, `light` and `best` are the package's recipes of those names, in batches of 8. Samples with images differ in
+length, so a batch is 8 accumulated single samples, as the package advises. The checkpoint has its `llm_compressor`
+format (compressed-tensors), which transformers loads without the package.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def make_scheme(bits: int, activation_bits: int, group_size: int | None) -> Any:
 
 
 def make_rounding(model: Any, tokenizer: Any, samples: Sequence[dict[str, Tensor]], recipe: str, **options: Any) -> Any:
-    """AutoRound on samples that have been processed already, one at a time unless `options` say otherwise."""
+    """AutoRound on processed samples, one at a time unless `options` change that."""
     from auto_round import AutoRound
 
     singly = {"batch_size": 1, "gradient_accumulate_steps": BATCH}
     return AutoRound(
         model,
         tokenizer=tokenizer,
-        processor=tokenizer,  # asked for and saved, but there is nothing left to process
+        processor=tokenizer,  # required and saved; samples are processed already
         dataset=samples,
         **(RECIPES[recipe] | {"nsamples": len(samples)} | singly | options),
     )
@@ -83,7 +83,7 @@ def main() -> None:
         scheme=make_scheme(args.bits, args.activation_bits, args.group_size),
         format=FORMAT,
         device_map="cpu",
-        enable_torch_compile=False,  # it changes how long it takes, not what is computed; samples differ in shape
+        enable_torch_compile=False,  # samples differ in shape; results are the same
     )
     packages = ("auto-round", "compressed-tensors", "transformers", "torch")
     settings = {"recipe": args.recipe, "iterations": RECIPES[args.recipe]["iters"], "samples": len(samples)}

@@ -2,8 +2,8 @@
 
     python quantize_llmcompressor.py --method gptq --bits 4 --activation-bits 8 --model DIR --material DIR --out DIR
 
-The modifiers' own defaults throughout: GPTQ (1% damping, blocks of 128, static activation order), AWQ (20 ratios, duo scaling,
-its Qwen2.5-VL mappings) and then plain rounding, SmoothQuant with the strength 0.8 of the package's examples and then GPTQ,
+The modifiers' own defaults: GPTQ (1% damping, blocks of 128, static activation order), AWQ (20 ratios, duo scaling, its
+Qwen2.5-VL mappings) and then plain rounding, SmoothQuant with the strength 0.8 of the package's examples and then GPTQ,
 AutoRound as a modifier, which writes schemes that AutoRound itself does not.
 """
 
@@ -18,8 +18,8 @@ from calibration import read_model, read_samples, write_record, writing
 
 IGNORE = ["re:.*lm_head", "re:.*visual.*"]
 DECODER = r"re:.*language_model\.layers\.\d+\."
-# The package's own mappings for Qwen2.5-VL do not resolve (0.14.0.1): the vision tower's MLPs have the same names. These are
-# the same pairs of the decoder alone.
+# The package's own mappings for Qwen2.5-VL do not resolve (0.14.0.1), since the vision tower's MLPs have the same names.
+# These are the same pairs of the decoder alone.
 SMOOTHED = [
     [[DECODER + rf"self_attn\.{name}_proj$" for name in "qkv"], DECODER + "input_layernorm$"],
     [[DECODER + rf"mlp\.{name}_proj$" for name in ("gate", "up")], DECODER + "post_attention_layernorm$"],
@@ -33,11 +33,11 @@ def scheme(bits: int, activation_bits: int, group_size: int | None) -> dict[str,
     """Symmetric integer weights per output channel or group; integer activations, symmetric, dynamic, per token."""
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
     weights |= {"strategy": "group", "group_size": group_size} if group_size else {"strategy": "channel"}
-    found: dict[str, Any] = {"targets": ["Linear"], "weights": weights}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": weights}
     if activation_bits < 16:
         activations = {"num_bits": activation_bits, "type": "int", "symmetric": True}
-        found["input_activations"] = activations | {"strategy": "token", "dynamic": True}
-    return found
+        group["input_activations"] = activations | {"strategy": "token", "dynamic": True}
+    return group
 
 
 def recipe(method: str, group: dict[str, Any]) -> list[Any]:
@@ -60,8 +60,8 @@ def recipe(method: str, group: dict[str, Any]) -> list[Any]:
     return [SmoothQuantModifier(smoothing_strength=STRENGTH, mappings=SMOOTHED), GPTQModifier(**options)]
 
 
-def spare_pinning() -> None:
-    """AWQ pins what it caches, which without an accelerator is an error (0.14.0.1); it only speeds up transfers to one."""
+def disable_pinning() -> None:
+    """Turn off AWQ's pinning of cached memory, which without an accelerator is an error (0.14.0.1)."""
     import torch
     from llmcompressor.pipelines.cache import IntermediatesCache
 
@@ -84,7 +84,7 @@ def main() -> None:
     from transformers import AutoTokenizer, set_seed
 
     set_seed(0)
-    spare_pinning()
+    disable_pinning()
     samples, model = read_samples(args.material, args.model), read_model(args.model)
     group = scheme(args.bits, args.activation_bits, args.group_size)
     began = time.monotonic()

@@ -1,10 +1,11 @@
-"""Quantize a model with the tools a user would otherwise pick, on the prompts OnPTQ calibrates on, and score them beside it.
+"""Quantize a model with other tools on OnPTQ's calibration prompts, and score their checkpoints beside its own.
 
     python benchmarks/peers/run.py --model zoo:qwen2.5-vl --scheme W4A16 --out peers
 
-Each tool gets an environment of its own, because their pins exclude each other, and writes a compressed-tensors checkpoint to
-OUT/SCHEME/PEER with what it took beside it (PEER.json, PEER.log). The command that scores them all is printed; `--score` runs
-it. Killed at any moment, the same command goes on: environments, material and checkpoints that are whole are not made again.
+Each tool gets an environment of its own, since their requirements exclude each other. It writes a compressed-tensors
+checkpoint to OUT/SCHEME/PEER, with its seconds and memory (PEER.json) and its log (PEER.log) beside it. The command
+that scores them is printed; `--score` runs it. Killed at any moment, the same command continues: finished environments,
+material and checkpoints are not made again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from onptq.checkpoint.catalogs import is_cataloged
 from onptq.checkpoint.source import Source, find_source
-from onptq.data.manifest import load_manifest
+from onptq.cli.drawing import calibration_prompts
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 from onptq.progress import Reporter, RichReporter
@@ -32,7 +34,7 @@ from onptq.schemes import Scheme
 
 HERE = Path(__file__).parent
 OURS = ("rtn", "gptq", "awq", "search", "search+signround", "static", "onptq")
-READY = "ready.json"  # in an environment: the requirements it was made from, written when they are all installed
+READY = "ready.json"  # in an environment: its requirements, written when all are installed
 FAMILIES = ("qwen2.5-vl",)  # whose module names the scripts know
 
 
@@ -42,11 +44,11 @@ class Peer:
 
     tool: str  # NAME of NAME.txt and quantize_NAME.py
     options: tuple[str, ...]
-    says: str
+    label: str
     only: frozenset[str] | None = None  # schemes, groups apart, that the tool can write; None: any
 
     def named(self, peer: str) -> str:
-        """Its name in a comparison, where a method of ours may have the same."""
+        """The name in a comparison, unlike those of our methods."""
         return peer if peer.startswith(self.tool) else f"{self.tool}-{peer}"
 
 
@@ -67,7 +69,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call of this script does, decided before anything is done."""
+    """The settings of one call."""
 
     model: str
     scheme: Scheme
@@ -103,7 +105,7 @@ class Plan:
         return [*command, *(part for name, folder in folders.items() for part in (f"--{name}", str(folder)))]
 
     def score_command(self, preset: str, items: int, prompts: int) -> list[str]:
-        """Ours, built on the spot with the same calibration prompts, and every peer's checkpoint."""
+        """`onptq compare` of our methods on the same calibration prompts and of every peer's checkpoint."""
         ours = [*(f"{method}:{self.scheme}@{preset}" for method in OURS), f"onptq:{self.scheme}@best"]
         theirs = [f"{PEERS[peer].named(peer)}={self.checkpoint(peer)}" for peer in self.peers]
         out = self.out / str(self.scheme) / "compared"
@@ -128,25 +130,14 @@ def choose_peers(names: str | None, scheme: Scheme) -> tuple[str, ...]:
     return chosen
 
 
-def calibration_prompts(source: Source, manifest: Path | None, recipe: Recipe, reporter: Reporter) -> list[Prompt]:
-    """The very prompts that candidates built by `onptq compare` with this recipe calibrate on."""
-    if manifest is not None:
-        from onptq.data.calibration import split
-
-        data = recipe.data
-        known = load_manifest(manifest, modalities=source.family.modalities)
-        return split(known, prompts=data.prompts, holdout=data.holdout, share=data.holdout_share)[0]
-    if not source.name.startswith("zoo:"):
-        raise OnPTQError(
-            "--calibration PROMPTS is needed, a .jsonl or .parquet manifest; only models of the zoo bring prompts"
-        )
-    from onptq.zoo.materials import draw_prompts
-
-    return draw_prompts(source.family.name, recipe.data, reporter)[0]
+def candidates_prompts(source: Source, manifest: Path | None, recipe: Recipe, reporter: Reporter) -> list[Prompt]:
+    """The prompts that candidates of `onptq compare` with this recipe calibrate on."""
+    family, cataloged = source.family.name, is_cataloged(source.name)
+    return calibration_prompts(family, manifest, recipe.data, cataloged, reporter, seed=recipe.seed)[0]
 
 
 def copy_model(source: Source, folder: Path) -> None:
-    """The dense checkpoint as a folder, config.json last."""
+    """Copy the dense checkpoint, config.json last."""
     if (folder / "config.json").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +146,7 @@ def copy_model(source: Source, folder: Path) -> None:
 
 
 def make_environment(folder: Path, requirements: Path) -> None:
-    """A virtual environment with just those packages; one that was made from other requirements is made anew."""
+    """Make a virtual environment with these packages, unless it is there with the same requirements."""
     wanted = [line for line in requirements.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
     ready = folder / READY
     if ready.is_file() and json.loads(ready.read_text(encoding="utf-8")) == wanted:
@@ -178,26 +169,26 @@ def quantize(plan: Plan, peer: str) -> None:
         ).returncode
     if code:
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-        raise OnPTQError(f"{PEERS[peer].says} failed on {plan.scheme} ({log}):\n" + "\n".join(tail))
+        raise OnPTQError(f"{PEERS[peer].label} failed on {plan.scheme} ({log}):\n" + "\n".join(tail))
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    known = "\n".join(f"  {name:24} {peer.says}" for name, peer in PEERS.items())
+    peers = "\n".join(f"  {name:24} {peer.label}" for name, peer in PEERS.items())
     parser = argparse.ArgumentParser(
-        description=f"{__doc__}\npeers:\n{known}", formatter_class=argparse.RawDescriptionHelpFormatter
+        description=f"{__doc__}\npeers:\n{peers}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="zoo:qwen2.5-vl", help="a folder, or a name of `onptq zoo list`")
     parser.add_argument("--scheme", default="W4A16", help="W4A16, W8A8, W4A8, any WbAb; -gN with A16")
-    parser.add_argument("--peers", help="comma-separated; default: all that can write the scheme")
+    parser.add_argument("--peers", help="names with commas between them; default: all that can write the scheme")
     parser.add_argument("--out", type=Path, required=True, help="folder of material, checkpoints and scores")
     parser.add_argument(
         "--environments", type=Path, help="folder of the virtual environments; default: OUT/environments"
     )
     parser.add_argument("--calibration", type=Path, help="manifest of prompts; models of the zoo bring their own")
-    parser.add_argument("--preset", default="default", help="whose number of prompts and response length to take")
+    parser.add_argument("--preset", default="default", help="preset with the number of prompts and the response length")
     parser.add_argument("--items", type=int, default=300, help="items per task to score with")
     parser.add_argument("--prompts", type=int, default=96, help="prompts to compare behaviour on")
-    parser.add_argument("--score", action="store_true", help="run the command that scores them")
+    parser.add_argument("--score", action="store_true", help="run the command that scores the checkpoints")
     return parser.parse_args(arguments)
 
 
@@ -214,9 +205,9 @@ def run(args: argparse.Namespace) -> int:
     source = find_source(args.model)
     if source.family.name not in FAMILIES:
         raise OnPTQError(f"{args.model} is a {source.family.name} model; the peers are run on {', '.join(FAMILIES)}")
-    from material import write_material
+    from peer_inputs import write_material
 
-    prompts = calibration_prompts(source, args.calibration, recipe, reporter)
+    prompts = candidates_prompts(source, args.calibration, recipe, reporter)
     write_material(source, prompts, recipe.follow.max_tokens, plan.material, reporter)
     copy_model(source, plan.dense)
     waiting = [peer for peer in plan.peers if not plan.checkpoint(peer).is_dir()]

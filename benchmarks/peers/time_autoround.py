@@ -1,9 +1,9 @@
-"""Seconds and memory of AutoRound, phase by phase; gpu_peers.py starts it, in AutoRound's own environment where it has one.
+"""Seconds and memory of AutoRound by phase; gpu_peers.py starts it, in AutoRound's own environment if there is one.
 
     python time_autoround.py --recipe light --bits 4 --model DIR --material DIR --out DIR --device cuda --record FILE
 
-Batches are what the recipe says: 8 samples at once, padded to one length. The rotary positions of a batch are then, in 0.16.1,
-those of the first 8 samples for every batch: it takes the same time, but a checkpoint that is to be good wants `--singly`, which
+Batches are those of the recipe: 8 samples at once, padded to one length. AutoRound 0.16.1 then uses the rotary
+positions of the first 8 samples in every batch. The time is the same, but for a good checkpoint use `--singly`, which
 accumulates 8 single samples as quantize_autoround.py does.
 """
 
@@ -30,11 +30,11 @@ PACKAGES = ("auto-round", "transformers", "torch", "accelerate", "compressed-ten
 
 
 def make_batches(samples: Sequence[dict[str, Tensor]], token: int) -> list[dict[str, Tensor]]:
-    """Groups of BATCH, all of one length: AutoRound draws its batches from all samples."""
+    """Groups of BATCH samples, all padded to one length: AutoRound draws its batches from all samples."""
     if len(samples) % BATCH:
         raise ValueError(f"{len(samples)} samples; expected a multiple of {BATCH}, or --singly")
     longest = max(sample["input_ids"].shape[1] for sample in samples)
-    length = longest + 1  # a group without padding would have no mask, and the masks of all are put together
+    length = longest + 1  # a group without padding would have no mask, and masks are concatenated
     return [
         _batch([_padded(sample, length, token) for sample in samples[first : first + BATCH]])
         for first in range(0, len(samples), BATCH)
@@ -53,7 +53,7 @@ def _batch(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Clock:
-    """Seconds of each phase, the device waited for."""
+    """Seconds of each phase, with the device synchronized."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -69,10 +69,13 @@ class Clock:
         print(f"{name}: {self.seconds[name]:.2f} s", flush=True)
 
     def memory(self) -> dict[str, int | None]:
-        """On a GPU what tensors held and what was taken for them, on a CPU what the process held: the most at any time."""
+        """Peaks: on a GPU of tensors and of the allocator, on a CPU of the process."""
         if self.device.type == "cuda":
-            held, taken = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-            return {"peak_bytes": held, "reserved_bytes": taken}
+            tensors, reserved = (
+                torch.cuda.max_memory_allocated(self.device),
+                torch.cuda.max_memory_reserved(self.device),
+            )
+            return {"peak_bytes": tensors, "reserved_bytes": reserved}
         return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "reserved_bytes": None}
 
 
@@ -82,7 +85,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     clock = Clock(device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     with clock.phase("Load"):
-        model = read_model(args.model).to(device)  # left on the CPU, its vision tower would run there
+        model = read_model(args.model).to(device)  # else its vision tower stays on the CPU
     with clock.phase("Encode"):
         samples = read_samples(args.material, args.model)
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -92,7 +95,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if not args.singly:
         options |= {"batch_size": BATCH, "gradient_accumulate_steps": 1}
     if device.type == "cpu":
-        options["enable_torch_compile"] = False  # a small model takes longer to compile than to run
+        options["enable_torch_compile"] = False  # compiling takes longer than a small model runs
     with clock.phase("Tune"):
         rounding = make_rounding(model, tokenizer, batches, args.recipe, **options)
         rounding.quantize()
@@ -116,14 +119,14 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--singly", action="store_true", help="accumulate single samples instead of padding them")
-    parser.add_argument("--no-save", action="store_true", help="end when the weights are there")
+    parser.add_argument("--no-save", action="store_true", help="end with the weights in memory")
     parser.add_argument("--record", type=Path, required=True)
     args = parser.parse_args()
     try:
-        found = measure(args, torch.device(args.device))
+        record = measure(args, torch.device(args.device))
     finally:
         shutil.rmtree(args.out, ignore_errors=True)
-    args.record.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    args.record.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

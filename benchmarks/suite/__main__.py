@@ -9,14 +9,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from benchmarks.suite.suites import SUITES, WORDS, Material, run_suite
-from benchmarks.suite.tables import told_goals
-from onptq.cli.compare import SPLITS
-from onptq.cli.drawing import WHOLE_SPLIT, draw_calibration, draw_items, draw_prompts, origin
-from onptq.cli.quantize import make_reporter, resolve_recipe, use_one_thread
+from benchmarks.suite.suites import SUITES, TABLES_TEXT, BenchmarkData, run_suite
+from benchmarks.suite.tables import goal_lines
+from onptq.cli.drawing import origin
+from onptq.cli.settings import make_reporter, resolve_recipe, use_one_thread
 from onptq.errors import OnPTQError
 from onptq.evaluate.report import caveats
 from onptq.progress import QuietReporter, Reporter
+from onptq.zoo.materials import WHOLE_SPLIT, draw_calibration, draw_items, draw_prompts
+
+SPLITS = ("test", "held-out")  # of items and prompts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -64,15 +66,18 @@ def run(
     per_task = items or suite.items or WHOLE_SPLIT
     count = suite.prompts if prompts is None else prompts
 
-    def draw(family: str, reporter: Reporter) -> Material:
-        calibration, holdout = draw_calibration(family, None, recipe.data, True, reporter)
+    def draw(family: str, reporter: Reporter) -> BenchmarkData:
+        calibration, holdout = draw_calibration(family, recipe.data, reporter, suite.kind)
         drawn = draw_items(family, tasks, per_task, split, reporter)
-        followed = draw_prompts(family, None, count, split, recipe.data.holdout, reporter)
-        return Material(drawn, followed, calibration, holdout, origin(drawn, followed, split))
+        choosing = len(holdout) if split == "held-out" else 0  # these choose iterates, so they cannot judge them
+        behaviour = draw_prompts(family, split, count, reporter, choosing, suite.kind)
+        return BenchmarkData(drawn, behaviour, calibration, holdout, origin(drawn, behaviour, split))
 
     def check(family: str) -> None:
+        draw_calibration(
+            family, recipe.data.model_copy(update={"prompts": 1, "holdout": 0}), QuietReporter(), suite.kind
+        )
         draw_items(family, tasks, 1, split, QuietReporter())
-        draw_prompts(family, None, 1, split, 0, QuietReporter())
 
     tables = run_suite(
         suite,
@@ -99,13 +104,13 @@ def print_goals(tables: Mapping[str, Any], out: Path) -> None:
 
     console = Console(highlight=False)
     console.print()
-    for line in told_goals(tables):
+    for line in goal_lines(tables):
         console.print(line.removeprefix("### "), style="bold" if line.startswith("###") else None, markup=False)
     console.print()
-    measured = [note for one in tables["benchmarks"] for note in caveats(one["items"], one["prompts"])]
-    for note in dict.fromkeys([*SUITES[tables["suite"]].caveats, *measured]):
+    few = [note for one in tables["benchmarks"] for note in caveats(one["items"], one["prompts"])]
+    for note in dict.fromkeys([*SUITES[tables["suite"]].caveats, *few]):
         console.print(note, style="dim", markup=False)
-    console.print(f"Tables: {out / WORDS}", markup=False, soft_wrap=True)
+    console.print(f"Tables: {out / TABLES_TEXT}", markup=False, soft_wrap=True)
 
 
 def _listed(option: str, text: str | None) -> list[str]:

@@ -1,6 +1,6 @@
-"""A picture of a suite: every method's on-policy behaviour with its interval, model by model and scheme by scheme.
+"""A figure of a suite: every method's on-policy behaviour with its interval, model by model and scheme by scheme.
 
-python -m benchmarks.suite.figures main-suite/suite.json docs/suite-mismatch.svg --measure mismatch
+python -m benchmarks.suite.figures main-suite/suite.json suite-mismatch.svg --measure mismatch
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def draw(tables: Mapping[str, Any], measure: str, path: Path) -> None:
         len(benchmarks), len(schemes), figsize=size, sharex="col", sharey=True, squeeze=False, layout="constrained"
     )
     for line, benchmark in zip(panels, benchmarks, strict=True):
-        known = {one["scheme"]: one for one in benchmark["schemes"]}
+        by_scheme = {one["scheme"]: one for one in benchmark["schemes"]}
         for axes, scheme in zip(line, schemes, strict=True):
-            if scheme in known:
-                _panel(axes, known[scheme]["rows"].values(), methods, measure)
+            if scheme in by_scheme:
+                _panel(axes, by_scheme[scheme]["rows"].values(), methods, measure)
             _style(axes)
         line[0].set_ylabel(benchmark["model"].partition(":")[2], fontsize=8)
     for axes, scheme in zip(panels[0], schemes, strict=True):
@@ -65,12 +65,12 @@ def _methods(benchmarks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _panel(axes: Any, rows: Any, methods: Sequence[str], measure: str) -> None:
     for one in rows:
-        found = one["figures"].get(measure)
-        if one["label"] not in methods or found is None or not found["value"]:
+        interval = one["figures"].get(measure)
+        if one["label"] not in methods or interval is None or not interval["value"]:
             continue
         place, color = methods.index(one["label"]), COLORS.get(one["label"], "#6c757d")
-        axes.plot([found["low"], found["high"]], [place, place], color=color, linewidth=1.4)
-        axes.plot([found["value"]], [place], "o", color=color, markersize=4 if one["label"] == OURS else 3)
+        axes.plot([interval["low"], interval["high"]], [place, place], color=color, linewidth=1.4)
+        axes.plot([interval["value"]], [place], "o", color=color, markersize=4 if one["label"] == OURS else 3)
 
 
 def _style(axes: Any) -> None:

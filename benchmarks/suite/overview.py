@@ -1,4 +1,4 @@
-"""A suite at a glance: how often OnPTQ is ahead of every other method, and all methods' means over the benchmarks."""
+"""A suite at a glance: how often OnPTQ is better than every other method, and the means of all methods."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from onptq.evaluate.report import ABSENT, header, row
+from benchmarks.suite.cells import title, value_of
+from onptq.evaluate.report import ABSENT, row
 
 MEASURES = ("mismatch", "erosion", "kl", "flips", "average", "critical_flips")
 OUTCOMES = ("better", "open", "worse")
@@ -28,8 +29,8 @@ def at_a_glance(tables: Mapping[str, Any]) -> Iterator[str]:
     )
     yield from ("", *_standings(units), "")
     yield (
-        "Means over the models, scheme by scheme; a method has one where it was measured on every model the scheme was. "
-        "In bold the best."
+        "Means over the models, scheme by scheme, of methods that were measured on every model of the scheme. "
+        "The best is bold."
     )
     for measure in MEASURES:
         yield from _means(units, measure)
@@ -40,20 +41,22 @@ def _standings(units: Sequence[tuple[Any, Any]]) -> Iterator[str]:
     for _, scheme in units:
         for ours, others in scheme["differences"].items():
             if "#" in ours:
-                continue  # further seeds are told apart below
-            for other, found in others.items():
+                continue  # of a further seed
+            for other, by_measure in others.items():
                 label = scheme["rows"][other]["label"]
                 for name in MEASURES:
-                    if name in found:
-                        verdict = found[name]["verdict"]
+                    if name in by_measure:
+                        verdict = by_measure[name]["verdict"]
                         place = OUTCOMES.index(verdict) if verdict in OUTCOMES else 1
                         counts.setdefault(label, {}).setdefault(name, [0, 0, 0])[place] += 1
-    shown = [name for name in MEASURES if any(name in found for found in counts.values())]
+    shown = [name for name in MEASURES if any(name in by_measure for by_measure in counts.values())]
     labels = units[0][0]["labels"]
-    yield row(["onptq against", *(header(name, labels) for name in shown)])
+    yield row(["onptq against", *(title(name, labels) for name in shown)])
     yield "|---" * (len(shown) + 1) + "|"
-    for label, found in counts.items():
-        yield row([label, *(" / ".join(map(str, found[name])) if name in found else ABSENT for name in shown)])
+    for label, by_measure in counts.items():
+        yield row(
+            [label, *(" / ".join(map(str, by_measure[name])) if name in by_measure else ABSENT for name in shown)]
+        )
 
 
 def _means(units: Sequence[tuple[Any, Any]], measure: str) -> Iterator[str]:
@@ -62,11 +65,11 @@ def _means(units: Sequence[tuple[Any, Any]], measure: str) -> Iterator[str]:
     counts: dict[str, int] = {}
     for _, scheme in units:
         rows = [one for one in scheme["rows"].values() if one["of_the_suite"] and "#" not in one["label"]]
-        found = {one["label"]: one["figures"].get(measure, {}).get("value") for one in rows}
-        if all(value is None for value in found.values()):
+        by_label = {one["label"]: value_of(one, measure) for one in rows}
+        if all(value is None for value in by_label.values()):
             continue
         counts[scheme["scheme"]] = counts.get(scheme["scheme"], 0) + 1
-        for label, value in found.items():
+        for label, value in by_label.items():
             if value is not None:
                 values.setdefault(label, {}).setdefault(scheme["scheme"], []).append(value)
     if not counts:
@@ -81,7 +84,7 @@ def _means(units: Sequence[tuple[Any, Any]], measure: str) -> Iterator[str]:
     best = {scheme: choose(by[scheme] for by in means.values() if scheme in by) for scheme in counts}
     digits = label["digits"]
     yield ""
-    yield row([header(measure, labels), *(f"{scheme} ({count})" for scheme, count in counts.items())])
+    yield row([title(measure, labels), *(f"{scheme} ({count})" for scheme, count in counts.items())])
     yield "|---" * (len(counts) + 1) + "|"
     for method, by in means.items():
         cells = []

@@ -1,7 +1,7 @@
-"""Suites: models x schemes x methods by one command. Every dense model is a benchmark, with a comparison folder of its own.
+"""Suites: models x schemes x methods by one command. Every dense model is a benchmark in a folder of its own.
 
-A benchmark is `compare` with all schemes and methods as candidates, so finished work is kept. The same command continues
-after a kill, several processes can share the models, and the tables cover every benchmark in the folder.
+A benchmark is one comparison with all schemes and methods as candidates. The same command continues after a kill,
+several processes can share the models, and the tables cover every benchmark in the folder.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from benchmarks.suite.tables import collect, markdown
 from onptq.checkpoint.source import choose_device, find_source
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.evaluate.candidates import CYCLE, folder_name, parse_candidates
-from onptq.evaluate.comparison import compare
-from onptq.evaluate.items import Item
+from onptq.evaluate.candidates import folder_name, parse_candidates
+from onptq.evaluate.comparison import compare_models
 from onptq.evaluate.statistics import REPLICATES
+from onptq.evaluate.tasks import Item
 from onptq.files import atomically, to_json
 from onptq.progress import NamedReporter, QuietReporter, Reporter
-from onptq.recipe import Recipe
+from onptq.recipe import CYCLES, Recipe
 from onptq.run import check_place
 
-TABLES, WORDS, LOCK = "suite.json", "suite.md", ".suite-lock"
+TABLES_JSON, TABLES_TEXT, LOCK = "suite.json", "suite.md", ".suite-lock"
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Suite:
     methods: tuple[str, ...]
     items: int | None  # per task; None is the whole split
     prompts: int  # on which behaviour is compared
+    kind: str = "captions"  # of embedded prompts, to calibrate on and to compare on; those of the published tables
     preset: str = "default"
     changes: tuple[str, ...] = ()  # of that preset
     caveats: tuple[str, ...] = ()  # shown with its goals
@@ -74,17 +75,15 @@ SUITES = {
             prompts=8,
             preset="zoo",
             changes=("data.prompts=8", "data.holdout=4", "calibrate.epochs=1", "follow.max_tokens=24"),
-            caveats=(
-                "A try: calibrated once over a handful of prompts, too little for goals to say anything of a method.",
-            ),
+            caveats=("A smoke test: one epoch over a few prompts. Its goals say nothing about a method.",),
         ),
     )
 }
 
 
 @dataclass(frozen=True)
-class Material:
-    """What a benchmark's candidates are built with and measured on."""
+class BenchmarkData:
+    """The data that candidates are built with and measured on."""
 
     items: Sequence[Item]
     prompts: Sequence[Prompt]
@@ -96,7 +95,7 @@ class Material:
 def run_suite(
     suite: Suite,
     out: str | Path,
-    draw: Callable[[str, Reporter], Material],
+    draw: Callable[[str, Reporter], BenchmarkData],
     recipe: Recipe,
     *,
     models: Sequence[str] = (),
@@ -108,30 +107,32 @@ def run_suite(
     replicates: int = REPLICATES,
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Run the benchmarks of the suite, or some of its `models`, `schemes` and `methods`, and write the tables of all in `out`.
+    """Run the benchmarks of the suite, or some of its `models`, `schemes` and `methods`, and write the tables of all in
+    `out`.
 
-    `draw` gives the material of a model family. `check` raises where that cannot be drawn, before any benchmark runs.
+    `draw` returns the data for a model family. `check` raises where they cannot be drawn, before any benchmark runs.
     `seeds` are further seeds of the methods that have one.
     """
     reporter, folder = reporter or QuietReporter(), Path(out)
     names = candidate_names(methods or suite.methods, schemes or suite.schemes, recipe.seed, seeds)
     candidates = parse_candidates(names, recipe)
     choose_device(recipe.compute.device)
-    families = {model: _family(model, check) for model in dict.fromkeys(models or suite.models)}
-    for model in families:
+    chosen = dict.fromkeys(models or suite.models)
+    for model in chosen:
         check_place(benchmark_folder(folder, model))
+    families = {model: _family(model, check) for model in chosen}
     for model, family in families.items():
         named = NamedReporter(reporter, model) if len(families) > 1 else reporter
-        material = draw(family, named)
-        compare(
+        data = draw(family, named)
+        compare_models(
             model,
             candidates,
             benchmark_folder(folder, model),
-            items=material.items,
-            prompts=material.prompts,
-            calibration=material.calibration,
-            holdout=material.holdout,
-            origin=material.origin,
+            items=data.items,
+            prompts=data.prompts,
+            calibration=data.calibration,
+            holdout=data.holdout,
+            origin=data.origin,
             recipe=recipe,
             critical=critical,
             replicates=replicates,
@@ -144,13 +145,13 @@ def run_suite(
 def candidate_names(
     methods: Sequence[str], schemes: Sequence[str], seed: int = 0, seeds: Sequence[int] = ()
 ) -> list[str]:
-    """`method:scheme`, and `method:scheme#seed` for every further seed where the method has one."""
+    """`method:scheme` of every pair, and `method:scheme#seed` for every further seed where the method has one."""
     marks = ["", *(f"#{other}" for other in dict.fromkeys(seeds) if other != seed)]
     return [
         f"{method}:{scheme}{mark}"
         for scheme in dict.fromkeys(schemes)
         for method in dict.fromkeys(methods)
-        for mark in (marks if method in CYCLE else marks[:1])
+        for mark in (marks if method in CYCLES else marks[:1])
     ]
 
 
@@ -159,10 +160,10 @@ def benchmark_folder(out: Path, model: str) -> Path:
 
 
 def write_tables(suite: Suite, out: Path) -> dict[str, Any]:
-    """suite.json and suite.md over every benchmark in `out`, whichever process ran it."""
-    with _alone(out):
+    """Write suite.json and suite.md over every benchmark in `out`, whichever process ran it."""
+    with _locked(out):
         tables = collect(out, suite.name, suite.models, suite.schemes, suite.methods)
-        for name, text in ((TABLES, to_json(tables, indent=2) + "\n"), (WORDS, markdown(tables))):
+        for name, text in ((TABLES_JSON, to_json(tables, indent=2) + "\n"), (TABLES_TEXT, markdown(tables))):
             with atomically(out / name) as path:
                 path.write_text(text, encoding="utf-8")
     return tables
@@ -181,8 +182,8 @@ def _family(model: str, check: Callable[[str], object]) -> str:
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Who writes last has seen all that was there before: two benchmarks that end together are both in the tables."""
+def _locked(out: Path) -> Iterator[None]:
+    """Tables are written by one process at a time, so that two benchmarks that end together are both in them."""
     with (out / LOCK).open("w") as lock:
         with suppress(OSError):  # a file system without locks: the next command writes the tables again
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The tables of a suite, in the paper's layout, made of the reports of its benchmarks and of nothing else."""
+"""The tables of a suite, in the paper's layout, made from the reports of its benchmarks alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.goals import OURS, Standing, shown_difference
+from benchmarks.suite.cells import difference, figure, title, value_of
+from benchmarks.suite.goals import OURS, Standing
 from benchmarks.suite.overview import at_a_glance
 from onptq.errors import OnPTQError
 from onptq.evaluate.candidates import DENSE
-from onptq.evaluate.comparison import REPORT
-from onptq.evaluate.report import ABSENT, CRITICAL_NOTE, header, row
+from onptq.evaluate.comparison import REPORT_JSON, REPORT_TEXT
+from onptq.evaluate.report import ABSENT, CRITICAL_NOTE, row
 from onptq.evaluate.statistics import fewest_differing
 from onptq.schemes import Scheme
 
@@ -27,7 +28,7 @@ def collect(
 ) -> dict[str, Any]:
     """Every benchmark in `out`, its candidates by scheme, OnPTQ's differences to all others, and its goals."""
     reports = {}
-    for path in sorted(out.glob(f"*/{REPORT}")):
+    for path in sorted(out.glob(f"*/{REPORT_JSON}")):
         report = json.loads(path.read_text(encoding="utf-8"))
         reports[report["dense"]] = (path.parent.name, report)
     order = [*(model for model in models if model in reports), *(name for name in reports if name not in models)]
@@ -44,11 +45,11 @@ def collect(
 def _benchmark(
     model: str, folder: str, report: Mapping[str, Any], schemes: Sequence[str], methods: Sequence[str]
 ) -> dict[str, Any]:
-    found: dict[str, list[str]] = {}
+    by_scheme: dict[str, list[str]] = {}
     for name in report["models"]:
         if name != DENSE and (scheme := _scheme_of(name)) is not None:
-            found.setdefault(scheme, []).append(name)
-    order = [*(one for one in schemes if one in found), *(one for one in found if one not in schemes)]
+            by_scheme.setdefault(scheme, []).append(name)
+    order = [*(one for one in schemes if one in by_scheme), *(one for one in by_scheme if one not in schemes)]
     tasks = report["models"][DENSE].get("tasks", {})
     return {
         "model": model,
@@ -58,20 +59,20 @@ def _benchmark(
         "bootstrap": report["bootstrap"],
         "labels": report["labels"],
         "dense": report["models"][DENSE],
-        "schemes": [_scheme(scheme, found[scheme], report, methods) for scheme in order],
-        "missing": [scheme for scheme in schemes if scheme not in found],
+        "schemes": [_scheme(scheme, by_scheme[scheme], report, methods) for scheme in order],
+        "missing": [scheme for scheme in schemes if scheme not in by_scheme],
     }
 
 
 def _scheme(scheme: str, names: Sequence[str], report: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    known = [name for method in methods for name in names if _method_of(name, scheme) == method]
+    of_suite = [name for method in methods for name in names if _method_of(name, scheme) == method]
     rows = {
-        name: report["models"][name] | {"label": name.replace(f":{scheme}", ""), "of_the_suite": name in known}
-        for name in (*known, *(name for name in names if name not in known))
+        name: report["models"][name] | {"label": name.replace(f":{scheme}", ""), "of_the_suite": name in of_suite}
+        for name in (*of_suite, *(name for name in names if name not in of_suite))
     }
     differences = {
-        ours: {other: _differences(ours, other, report) for other in _rivals(ours, scheme, known, methods)}
-        for ours in known
+        ours: {other: _differences(ours, other, report) for other in _rivals(ours, scheme, of_suite, methods)}
+        for ours in of_suite
         if _method_of(ours, scheme) == OURS
     }
     missing = [method for method in methods if f"{method}:{scheme}" not in names]
@@ -83,7 +84,7 @@ def _scheme(scheme: str, names: Sequence[str], report: Mapping[str, Any], method
             f", seed {ours.partition('#')[2]}" if "#" in ours else "",
             rows[ours]["figures"],
             {rows[name]["label"]: rows[name]["figures"] for name in others},
-            {rows[name]["label"]: found for name, found in others.items()},
+            {rows[name]["label"]: by_measure for name, by_measure in others.items()},
             missing,
             report["labels"],
             list(report["models"][DENSE].get("tasks", {})),
@@ -92,28 +93,29 @@ def _scheme(scheme: str, names: Sequence[str], report: Mapping[str, Any], method
     return {"scheme": scheme, "rows": rows, "differences": differences, "missing": missing, "goals": goals}
 
 
-def _rivals(ours: str, scheme: str, known: Sequence[str], methods: Sequence[str]) -> Iterator[str]:
-    """Every other method: as it was built with the same seed, where it has one."""
+def _rivals(ours: str, scheme: str, names: Sequence[str], methods: Sequence[str]) -> Iterator[str]:
+    """The candidates of all other methods; those with the same seed, where a method has one."""
     mark = ours.removeprefix(f"{OURS}:{scheme}")
     for method in methods:
         plain = f"{method}:{scheme}"
-        if method != OURS and (same := f"{plain}{mark}" if f"{plain}{mark}" in known else plain) in known:
+        if method != OURS and (same := f"{plain}{mark}" if f"{plain}{mark}" in names else plain) in names:
             yield same
 
 
 def _differences(ours: str, other: str, report: Mapping[str, Any]) -> dict[str, Any]:
-    """ours - other of every measure, with what can be told of it: for flips, by the interval and McNemar's test alike."""
+    """ours - other of every measure, with its verdict: for flips, by the interval and McNemar's test alike."""
     for pair in report["pairs"]:
         if {pair["first"], pair["second"]} == {ours, other}:
             forward = pair["second"] == ours
-            return {
-                name: _oriented(found, pair["verdicts"][name], forward) for name, found in pair["differences"].items()
-            }
-    raise OnPTQError(f"the report has no pair of {ours} and {other}; run the same command again to write it anew")
+            return {name: _oriented(one, pair["verdicts"][name], forward) for name, one in pair["differences"].items()}
+    raise OnPTQError(
+        f"the report has no pair of {ours} and {other}; run the same command again to write the report anew"
+    )
 
 
-def _oriented(found: Mapping[str, Any], verdict: str, forward: bool) -> dict[str, Any]:
-    value, low, high = found["value"], found["low"], found["high"]
+def _oriented(one: Mapping[str, Any], verdict: str, forward: bool) -> dict[str, Any]:
+    """A pair's difference, with its sign and verdict turned around unless `forward`."""
+    value, low, high = one["value"], one["low"], one["high"]
     if verdict in OPPOSITE and (low is None or low <= 0 <= high):
         verdict = "open"
     if forward or value is None:
@@ -127,7 +129,7 @@ def _oriented(found: Mapping[str, Any], verdict: str, forward: bool) -> dict[str
 
 
 def _scheme_of(name: str) -> str | None:
-    """The scheme in a name such as onptq:W4A8, onptq:W4A8@paper, onptq:W4A8#1, and in a folder's where it was named so."""
+    """The scheme in a name such as onptq:W4A8, onptq:W4A8@paper, onptq:W4A8#1; None of names without one."""
     text = name.rpartition(":")[2].partition("#")[0].partition("@")[0]
     try:
         return str(Scheme.parse(text))
@@ -136,12 +138,12 @@ def _scheme_of(name: str) -> str | None:
 
 
 def _method_of(name: str, scheme: str) -> str | None:
-    """The method of a candidate that a suite builds; None of all others."""
+    """The method of a candidate that a suite builds; None of other candidates."""
     method, _, rest = name.partition(":")
     return method if rest == scheme or rest.startswith(f"{scheme}#") else None
 
 
-# --- words ----------------------------------------------------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------------------------------------
 
 
 def markdown(tables: Mapping[str, Any]) -> str:
@@ -152,13 +154,13 @@ def markdown(tables: Mapping[str, Any]) -> str:
             lines += [f"### {benchmark['model']}, {scheme['scheme']}", "", *_figures(benchmark, scheme), ""]
             for ours, others in scheme["differences"].items():
                 lines += [*_difference_rows(benchmark, scheme, ours, others), ""]
-    return "\n".join([*lines, "## Goals", "", *told_goals(tables)]) + "\n"
+    return "\n".join([*lines, "## Goals", "", *goal_lines(tables)]) + "\n"
 
 
 def _preface(tables: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        "Scores, flips and mismatch in %, erosion in logits and KL in nats per token, first fork in tokens, seconds of "
-        "calibration. WER is not in the average. In bold the best method of a column, dense apart."
+        "Scores, flips and mismatch in %, erosion in logits and KL in nats per token, first fork in tokens, calibration in "
+        "seconds. WER is not in the average. The best method of a column is bold; dense does not count."
     )
     if tables["benchmarks"]:
         bootstrap = tables["benchmarks"][0]["bootstrap"]
@@ -167,9 +169,9 @@ def _preface(tables: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"Differences are OnPTQ minus the other, with {100 * bootstrap['confidence']:g}% intervals of a paired cluster "
             f"bootstrap by item and by prompt ({bootstrap['replicates']} replicates). ✓: the interval excludes zero and OnPTQ "
-            f"is better; ✗: it excludes zero and OnPTQ is worse; either only where at least {enough} items or prompts differ, "
-            "and for flips where McNemar's exact test says so too. Nothing is corrected for the number of comparisons, and only "
-            "candidates of one scheme are compared with each other."
+            f"is better. ✗: it excludes zero and OnPTQ is worse. Both need at least {enough} items or prompts that differ, and "
+            "for flips McNemar's exact test. Nothing is corrected for the number of comparisons. Only candidates of one scheme "
+            "are compared with each other."
         )
     schemes = [scheme for benchmark in tables["benchmarks"] for scheme in benchmark["schemes"]]
     if any("critical_flips" in model["figures"] for scheme in schemes for model in scheme["rows"].values()):
@@ -191,12 +193,12 @@ def _preface(tables: Mapping[str, Any]) -> Iterator[str]:
 def _sizes(benchmark: Mapping[str, Any]) -> str:
     items = ", ".join(f"{task} {count:,}" for task, count in benchmark["items"].items())
     prompts = f"behaviour on {benchmark['prompts']} prompts" if benchmark["prompts"] else ""
-    told = "; ".join(part for part in (f"Items: {items}" if items else "", prompts) if part)
-    return f"{told[:1].upper()}{told[1:]}. All figures with intervals: `{benchmark['folder']}/report.md`."
+    sizes = "; ".join(part for part in (f"Items: {items}" if items else "", prompts) if part)
+    return f"{sizes[:1].upper()}{sizes[1:]}. All figures with intervals: `{benchmark['folder']}/{REPORT_TEXT}`."
 
 
 def _columns(benchmark: Mapping[str, Any], scheme: Mapping[str, Any]) -> list[str]:
-    """Scores, their average, word errors apart, then flips and behaviour: what anybody here has."""
+    """The measures that any model here has: scores, their average, word errors, flips, behaviour."""
     labels = benchmark["labels"]
     scores = sorted(benchmark["items"], key=lambda task: labels[task]["less_is_better"])
     place = sum(not labels[task]["less_is_better"] for task in scores)
@@ -207,13 +209,13 @@ def _columns(benchmark: Mapping[str, Any], scheme: Mapping[str, Any]) -> list[st
 
 def _figures(benchmark: Mapping[str, Any], scheme: Mapping[str, Any]) -> Iterator[str]:
     labels, columns = benchmark["labels"], _columns(benchmark, scheme)
-    yield row([scheme["scheme"], *(header(name, labels) for name in columns), "seconds"])
+    yield row([scheme["scheme"], *(title(name, labels) for name in columns), "seconds"])
     yield "|---" * (len(columns) + 2) + "|"
-    yield row(["dense", *(_shown(benchmark["dense"], name, labels) for name in columns), ABSENT])
+    yield row(["dense", *(figure(benchmark["dense"], name, labels) for name in columns), ABSENT])
     best = {name: _best(scheme["rows"].values(), name, labels) for name in columns}
     for model in scheme["rows"].values():
         seconds = model["cost"].get("seconds")
-        cells = [_shown(model, name, labels) for name in columns]
+        cells = [figure(model, name, labels) for name in columns]
         bold = [
             f"**{cell}**" if model["of_the_suite"] and cell == best[name] else cell
             for name, cell in zip(columns, cells, strict=True)
@@ -222,53 +224,43 @@ def _figures(benchmark: Mapping[str, Any], scheme: Mapping[str, Any]) -> Iterato
 
 
 def _best(rows: Any, name: str, labels: Mapping[str, Any]) -> str | None:
-    """As it is shown, so that what looks equal is bold alike."""
-    known = [model for model in rows if model["of_the_suite"] and _value(model, name) is not None]
-    if not known:
+    """The best cell of a column as text, so that equal cells are all bold."""
+    measured = [model for model in rows if model["of_the_suite"] and value_of(model, name) is not None]
+    if not measured:
         return None
     choose = min if labels[name]["less_is_better"] else max
-    return _shown(choose(known, key=lambda model: model["figures"][name]["value"]), name, labels)
+    return figure(choose(measured, key=lambda model: model["figures"][name]["value"]), name, labels)
 
 
 def _difference_rows(
     benchmark: Mapping[str, Any], scheme: Mapping[str, Any], ours: str, others: Mapping[str, Any]
 ) -> Iterator[str]:
     labels = benchmark["labels"]
-    columns = [name for name in DIFFERENCES if any(name in found for found in others.values())]
+    columns = [name for name in DIFFERENCES if any(name in by_measure for by_measure in others.values())]
     if not columns:
         return
-    yield row([f"{scheme['rows'][ours]['label']} minus", *(header(name, labels) for name in columns)])
+    yield row([f"{scheme['rows'][ours]['label']} minus", *(title(name, labels) for name in columns)])
     yield "|---" * (len(columns) + 1) + "|"
-    for other, found in others.items():
+    for other, by_measure in others.items():
         cells = [
-            shown_difference(found[name], labels[name]) + MARKS.get(found[name]["verdict"], "")
-            if name in found
+            difference(by_measure[name], labels[name]) + MARKS.get(by_measure[name]["verdict"], "")
+            if name in by_measure
             else ABSENT
             for name in columns
         ]
         yield row([scheme["rows"][other]["label"], *cells])
 
 
-def told_goals(tables: Mapping[str, Any]) -> Iterator[str]:
+def goal_lines(tables: Mapping[str, Any]) -> Iterator[str]:
     counts = tables["goals"]
     yield f"{counts['met']} met, {counts['missed']} missed, {counts['open']} open because something is not measured yet."
     for outcome in ("missed", "open", "met"):
-        told = [
-            f"- {benchmark['model']}, {goal['scheme']}: {goal['goal']} ({goal['said']})"
+        lines = [
+            f"- {benchmark['model']}, {goal['scheme']}: {goal['goal']} ({goal['evidence']})"
             for benchmark in tables["benchmarks"]
             for scheme in benchmark["schemes"]
             for goal in scheme["goals"]
             if goal["outcome"] == outcome
         ]
-        if told:
-            yield from ("", f"### {outcome.capitalize()}", "", *told)
-
-
-def _shown(model: Mapping[str, Any], name: str, labels: Mapping[str, Any]) -> str:
-    value = _value(model, name)
-    return ABSENT if value is None else f"{value:.{labels[name]['digits']}f}"
-
-
-def _value(model: Mapping[str, Any], name: str) -> float | None:
-    found: float | None = model["figures"].get(name, {}).get("value")
-    return found
+        if lines:
+            yield from ("", f"### {outcome.capitalize()}", "", *lines)

@@ -1,9 +1,9 @@
-"""Is an embedded model a fair benchmark? How sure the dense model is, and what each scheme does to it before calibration.
+"""Whether an embedded model is a fair benchmark: how sure it is, and the damage of each scheme before calibration.
 
     python -m benchmarks.suite.zoo_profile zoo:qwen2.5-vl+outliers --out profile.json
     python -m benchmarks.suite.zoo_profile zoo:qwen2.5-vl --schemes W4A8 W3A8 --methods rtn smoothquant search --items 500
 
-On-policy figures are on captions of held-out pictures, scores on items of the test split.
+On-policy figures are on captions of held-out images, scores on items of the test split.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from onptq.engine.prefixes import Prefixes
 from onptq.engine.rollout import greedy_rollouts
 from onptq.evaluate.answers import Questions, answer
 from onptq.evaluate.scores import compare_answers, score
-from onptq.methods import METHODS
+from onptq.methods import run as run_method
 from onptq.models.encoding import EncodedPrompt, encode
 from onptq.models.processing import PromptProcessor
 from onptq.quantizer.policy import Policy
+from onptq.registry import METHODS
 from onptq.zoo.suite import CAPTION_TOKENS, items, prompts, tasks_of
 
 SCHEMES = ("W8A8", "W4A16", "W4A8", "W4A6", "W3A8", "W3A6", "W4A4")
@@ -40,8 +41,8 @@ SURE = 0.7  # a state whose dense top-1 probability is below this is a close cal
 HORIZON = 4
 
 
-def main() -> None:
-    args = _parse()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
     report = measure(args.model, args.schemes, args.methods, args.prompts, args.items)
     if args.out is not None:
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -54,20 +55,20 @@ def measure(
     source = find_source(model)
     family = source.family.name
     processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
-    calibration, heldout = (prompts(family, split, prompt_count) for split in ("calibration", "held-out"))
+    calibration, heldout = (prompts(family, split, prompt_count, "captions") for split in ("calibration", "held-out"))
     tested = [item for task in tasks_of(family) for item in items(family, task, "test", item_count)]
-    report: dict[str, Any] = {"model": model, "prompts": prompt_count, "items": item_count, "arms": {}}
+    report: dict[str, Any] = {"model": model, "prompts": prompt_count, "items": item_count, "quantized": {}}
     for scheme in schemes:
         policy = load_policy(source, scheme, dtype="float32")
-        known, unseen = (_encode(policy, processor, group) for group in (calibration, heldout))
+        encoded, unseen = (_encode(policy, processor, group) for group in (calibration, heldout))
         questions = Questions(policy, processor, tested)
         if "dense" not in report:
             dense = answer(questions, "D")
             report["dense"] = confidence(policy, unseen) | {"scores": score(tested, dense).to_dict()}
         for method in methods:
-            policy.freeze(METHODS[method](policy, known, lambda blocks: None), keep="floats")
+            policy.freeze(run_method(method, policy, encoded, lambda blocks: None), keep="floats")
             given = answer(questions, "Q")
-            report["arms"][f"{scheme} {method}"] = {
+            report["quantized"][f"{scheme} {method}"] = {
                 "on_policy": on_policy(policy, unseen),
                 "scores": score(tested, given).to_dict(),
                 "changes": compare_answers(tested, dense, given).to_dict(),
@@ -100,7 +101,7 @@ def confidence(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[str, fl
 
 
 def on_policy(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[str, float]:
-    """What Q's own captions show, and whether its forks change what is said later."""
+    """Figures of Q's own captions, and the consequence of its forks."""
     prefixes = Prefixes(policy, prompts, max_tokens=CAPTION_TOKENS)
     trajectories: list[Trajectory] = greedy_rollouts(prefixes, "Q")
     states: States = branch(prefixes, trajectories, compare(prefixes, trajectories), horizon=HORIZON)
@@ -116,15 +117,15 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['model']}: dense top-1 probability below {SURE} in {dense['close_calls_percent']:.1f}% of "
         f"{dense['states']} caption states; captions of {dense['tokens']:.1f} tokens, {dense['finished_percent']:.0f}% ended",
         "",
-        f"| arm | mismatch % | KL | erosion | A at forks | flips % | {' | '.join(tasks)} |",
+        f"| scheme, method | mismatch % | KL | erosion | A at forks | flips % | {' | '.join(tasks)} |",
         "|---" * (6 + len(tasks)) + "|",
         f"| dense | | | | | | {_scores(dense['scores'], tasks)} |",
     ]
-    for name, arm in report["arms"].items():
-        found = arm["on_policy"]
+    for name, one in report["quantized"].items():
+        figures = one["on_policy"]
         lines.append(
-            f"| {name} | {found['mismatch_percent']:.1f} | {found['kl']:.4f} | {found['erosion']:.3f} | "
-            f"{found['fork_consequence']:.3f} | {arm['changes']['flips']['percent']:.1f} | {_scores(arm['scores'], tasks)} |"
+            f"| {name} | {figures['mismatch_percent']:.1f} | {figures['kl']:.4f} | {figures['erosion']:.3f} | "
+            f"{figures['fork_consequence']:.3f} | {one['changes']['flips']['percent']:.1f} | {_scores(one['scores'], tasks)} |"
         )
     return "\n".join(lines)
 
@@ -137,7 +138,7 @@ def _encode(policy: Policy, processor: PromptProcessor, prompts: Sequence[Prompt
     return encode(policy, processor.ahead(prompts), [prompt.ordinal for prompt in prompts])
 
 
-def _parse() -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
@@ -145,7 +146,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=64, help="held-out captions, and as many to calibrate on")
     parser.add_argument("--items", type=int, default=200, help="test items per task")
     parser.add_argument("--out", type=Path, help="the whole report as JSON")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from onptq.version import __version__
+
 if TYPE_CHECKING:
     from onptq.checkpoint.load import load_policy
     from onptq.cycle.branch import branch
@@ -16,11 +18,15 @@ if TYPE_CHECKING:
     from onptq.errors import OnPTQError
     from onptq.pipeline import quantize
     from onptq.recipe import Recipe
+    from onptq.registry import FAMILIES, LOSS_TERMS, METHODS, SELECTION_RULES, TASKS
     from onptq.schemes import Scheme
 
-__version__ = "0.1.0"
-
 __all__ = [
+    "FAMILIES",
+    "LOSS_TERMS",
+    "METHODS",
+    "SELECTION_RULES",
+    "TASKS",
     "OnPTQError",
     "Recipe",
     "Scheme",
@@ -37,7 +43,7 @@ __all__ = [
 ]
 
 # Imported when first asked for: torch and transformers take seconds, `onptq --help` must not.
-_HOMES = {
+_HOMES = dict.fromkeys(("FAMILIES", "LOSS_TERMS", "METHODS", "SELECTION_RULES", "TASKS"), "onptq.registry") | {
     "OnPTQError": "onptq.errors",
     "Recipe": "onptq.recipe",
     "Scheme": "onptq.schemes",

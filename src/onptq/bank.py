@@ -1,21 +1,35 @@
-"""The trajectory bank: what the cycle writes and everything else reads. One row per visited state, columnar, on disk."""
+"""The trajectory bank: the rollouts of Q and a table with one row per visited state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from onptq.errors import OnPTQError
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped, unused-ignore]
+
+T = TypeVar("T")
 Column = NDArray[Any]
 
 KINDS = ("agree", "near_miss", "mismatch")
 AGREE, NEAR_MISS, MISMATCH = range(3)
+BANK, ROLLOUTS = "bank.parquet", "trajectories.parquet"  # of a round
+DECODED = ("token", "reference", "competitor")  # columns whose tokens `to_pandas` gives as text
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that turns ids into text."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -115,3 +129,63 @@ class States:
         columns = {name: table[name].to_numpy() for name in table.column_names if name != "kind"}
         kinds = [KINDS.index(kind) for kind in table["kind"].to_pylist()]
         return cls(**columns, kind=np.array(kinds, np.int8))
+
+    def to_pandas(self, tokenizer: Tokenizer | None = None) -> pandas.DataFrame:
+        """One row per state, with the columns of the file; `kind` is categorical.
+
+        With a tokenizer, `token_text`, `reference_text` and `competitor_text` follow.
+        """
+        pd = _import_pandas()
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
+        columns["kind"] = pd.Categorical.from_codes(self.kind, categories=list(KINDS))
+        if tokenizer is not None:
+            ids = np.unique(np.concatenate([columns[name] for name in DECODED]))
+            texts = {token: tokenizer.decode([token]) for token in ids.tolist()}
+            for name in DECODED:
+                columns[f"{name}_text"] = [texts[token] for token in columns[name].tolist()]
+        return pd.DataFrame(columns)
+
+
+def load_bank(path: str | Path, *, round_index: int = 0) -> States:
+    """The bank of a round, from its file or from the folder of the run (`DIR-run`)."""
+    return _load(path, round_index, BANK, States.read)
+
+
+def load_trajectories(path: str | Path, *, round_index: int = 0) -> list[Trajectory]:
+    """The rollouts of a round, from their file or from the folder of the run (`DIR-run`)."""
+    return _load(path, round_index, ROLLOUTS, read_trajectories)
+
+
+def trajectories_to_pandas(trajectories: Iterable[Trajectory], tokenizer: Tokenizer | None = None) -> pandas.DataFrame:
+    """One row per rollout: `prompt`, `response`, `finished` and, with a tokenizer, `response_text`."""
+    rows = list(trajectories)
+    columns: dict[str, Any] = {
+        "prompt": np.array([row.prompt for row in rows], np.int32),
+        "response": [list(row.tokens) for row in rows],
+        "finished": np.array([row.finished for row in rows], np.bool_),
+    }
+    if tokenizer is not None:
+        columns["response_text"] = [tokenizer.decode(list(row.tokens)) for row in rows]
+    return _import_pandas().DataFrame(columns)
+
+
+def _load(path: str | Path, round_index: int, name: str, read: Callable[[Path], T]) -> T:
+    file = Path(path)
+    if file.is_dir():
+        file = file / "rounds" / str(round_index) / name
+    if not file.is_file():
+        raise OnPTQError(
+            f"there is no {file}; expected the folder of a run (DIR-run) with round {round_index}, or {name}"
+        )
+    try:
+        return read(file)
+    except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise OnPTQError(f"{file} is no {name} of a run: {error}") from error
+
+
+def _import_pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise OnPTQError("a table needs pandas, which is not installed: pip install pandas") from None
+    return pandas

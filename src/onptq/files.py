@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, errors of a disk that say what to do, JSON for every reader, and the cache."""
+"""Files that are written whole or not at all, disk errors with a remedy, JSON for every reader, and the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, 
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept between runs."""
+    """The folder for files that can be computed again."""
     if own := os.environ.get("ONPTQ_CACHE"):
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
@@ -49,7 +49,7 @@ def atomically(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def explained(target: Path) -> Iterator[None]:
-    """Turn a full or forbidden disk, however the writer reports it, into an error that says what to do."""
+    """A context that turns the errors of a full or forbidden disk into one with a remedy."""
     try:
         yield
     except Exception as error:
@@ -71,7 +71,7 @@ def read_json(path: Path) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What JSON and YAML know: mappings, lists, text, numbers and None."""
+    """The value as JSON and YAML have it: mappings, lists, text, numbers and None."""
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

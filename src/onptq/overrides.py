@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from onptq.errors import OnPTQError, did_you_mean
 
 Overrides = Mapping[str, Any] | Iterable[str]
-Implied = Mapping[str, Mapping[str, Any]]  # by method: the fields, by dotted path, that its name decides
+Implied = Callable[[str], Mapping[str, Any]]  # of a method: the fields, by dotted path, that its name decides
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -61,7 +61,7 @@ def override(base: Mapping[str, Any], overrides: Overrides, implied: Implied) ->
     old_method = result.get("method", "onptq")
     if changes.get("method", old_method) != old_method:
         for method in (old_method, changes["method"]):
-            for path in implied.get(method, {}) if isinstance(method, str) else ():
+            for path in implied(method) if isinstance(method, str) else ():
                 _remove(result, path)
     for path, value in changes.items():
         if value != {}:  # an empty section changes nothing
@@ -89,20 +89,20 @@ def _remove(data: dict[str, Any], path: str) -> None:
 
 
 def with_implied(data: Mapping[str, Any], implied: Implied) -> dict[str, Any]:
-    """Write what the method implies into the fields it implies; refuse a field that says otherwise."""
+    """A copy with the fields that the method implies; a field with another value is refused."""
     method = data.get("method")
     result = {
         name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else copy.deepcopy(value)
         for name, value in data.items()
     }
     given = flatten(result)
-    for path, value in implied.get(method, {}).items() if isinstance(method, str) else ():
+    for path, value in implied(method).items() if isinstance(method, str) else ():
         if path not in given:
             put(result, path, value)
         elif given[path] != value:
             raise OnPTQError(
                 f"method={method} means {path}={value}, but {path}={given[path]} was given: "
-                f"leave {path} out or choose another method ({', '.join(implied)})"
+                f"leave {path} out or choose another method"
             )
     return result
 
@@ -116,7 +116,11 @@ def explain(error: ValidationError, model: type[BaseModel], root: type[BaseModel
 def _explain_one(item: Mapping[str, Any], model: type[BaseModel], root: type[BaseModel]) -> str:
     *sections, name = [str(part) for part in item["loc"]] or [""]
     for section in sections:
-        model = type(model.model_fields[section].default)
+        inner = model.model_fields[section].default if section in model.model_fields else None
+        if not isinstance(inner, BaseModel):  # a field that is a mapping of names
+            message = str(item["msg"])
+            return f"{'.'.join((*sections, name))} = {item['input']!r}: {message[:1].lower()}{message[1:]}"
+        model = type(inner)
     prefix = "".join(f"{section}." for section in sections)
     path, given, field = prefix + name, item["input"], model.model_fields.get(name)
     if item["type"] == "extra_forbidden":

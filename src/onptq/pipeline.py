@@ -18,45 +18,44 @@ from onptq import __version__, methods
 from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
 from onptq.check.trial import ask, questions
-from onptq.checkpoint.card import Calibration
-from onptq.checkpoint.card_tables import read_results
 from onptq.checkpoint.companions import check_room, companion_bytes
 from onptq.checkpoint.folder import CONFIG
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
 from onptq.checkpoint.write import check_apart, check_exportable, check_groups, output_bytes, write_checkpoint
+from onptq.cycle.calibrate import Holdout
+from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle, bank_figures
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
-from onptq.engine.budget import Budgets, Held
-from onptq.engine.memory import free_memory
 from onptq.errors import OnPTQError
-from onptq.evaluate.answers import check_items
-from onptq.evaluate.arms import compare_arms, make_arms
-from onptq.evaluate.items import Item, items_digest
+from onptq.evaluate.guard import keep_better
+from onptq.evaluate.model_card import read_provenance, read_results
 from onptq.files import file_sha256
+from onptq.methods.resume import RunStore
 from onptq.models.encoding import EncodedPrompt, encode
+from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs, PromptProcessor
 from onptq.models.structure import LINEARS, NORMS
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
-from onptq.run import SUMMARY, Run, check_place, run_home
+from onptq.run import CALIBRATED, CHOICE, INIT, INIT_KEPT, SUMMARY, Run, check_place, remove, run_home
 from onptq.schemes import Scheme
 
 WEIGHTS = "*.safetensors"
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
 T = TypeVar("T")
-INIT = "init.safetensors"
-SHARE_OF_FREE = 0.5  # of the device's free memory, for prefixes and targets together
+SIDES: tuple[Side, Side] = ("D", "Q")
 
 
 @dataclass(frozen=True)
 class Result:
     path: Path
     summary: dict[str, Any]
+    prompts: Prompts
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ def quantize(
     calibration: str | Path | Sequence[Prompt] | None = None,
     recipe: Recipe | None = None,
     holdout: str | Path | Sequence[Prompt] | None = None,
-    evaluation: Sequence[Item] | None = None,
     reporter: Reporter | None = None,
     verify: bool = True,
     start: Path | None = None,
@@ -87,42 +85,32 @@ def quantize(
 ) -> Result:
     """Quantize `model` into the folder `out`; called again after a kill, go on after the last finished step.
 
-    `start` is the file of a theta^(0) that the recipe's base method made of the same prompts before. With `evaluation`,
-    the dense model, plain rounding, the static control and the result answer its items, and the summary has a
-    `comparison`. The checkpoint is the same either way. `on_bad_prompt` is `fail`, or `skip` to leave out prompts that
-    cannot be read or that the model cannot take.
+    `start` is the file of a theta^(0) to use instead of the recipe's base method. `on_bad_prompt` is `fail`, or `skip` to
+    leave out prompts that cannot be read or that the model cannot take.
     """
     reporter = reporter or QuietReporter()
     job = check(model, Path(out), recipe or Recipe(), calibration, holdout, on_bad_prompt, reporter)
-    if evaluation is not None:
-        check_items(evaluation)
-    identity = identify(job, reporter)
-    if evaluation is not None:
-        identity["evaluation"] = {"sha256": items_digest(evaluation), "items": len(evaluation)}
-    with Run.open(out, identity, home=run_home(out), warn=reporter.warn) as run:
+    with Run.open(out, identify(job, reporter), home=run_home(out), warn=reporter.warn) as run:
         reporter = LoggedReporter(reporter, run.log)
         if (summary := finished(job, run, reporter)) is not None:
-            return Result(job.out, summary)
+            return Result(job.out, summary, job.prompts)
         if start is not None and not run.has(INIT):
             with run.writing(INIT) as path:
                 shutil.copyfile(start, path)
         processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
         policy = load(job, reporter)
         prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
-        cycle = Cycle(policy, prompts, held_out, job.recipe, run, reporter, _budgets(policy, job.recipe))
+        cycle = Cycle(Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn), job.recipe, run, reporter)
         theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
-        summary = measure(job, cycle)
-        warn_if_worse(summary, reporter)
-        if evaluation is not None:
-            arms = make_arms(cycle, lambda: read_init(policy, run), theta)
-            summary["comparison"] = compare_arms(cycle, arms, evaluation, processor)
-            cycle.speak_as(theta)
+        theta = keep_better(cycle, theta, partial(read_init, policy, run))
+        summary = measure(job, cycle, theta)
+        warn_of_no_help(summary, reporter)
         summary["checkpoint"] = export(job, policy, run, reporter)
         if verify:
             summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
         summary["seconds"] = run.seconds()
         run.finish(summary)
-    return Result(job.out, summary)
+    return Result(job.out, summary, job.prompts)
 
 
 def check(
@@ -139,7 +127,7 @@ def check(
     check_on_bad_prompt(on_bad_prompt)
     if not isinstance(model, Source) and not is_hub_id(str(model)):
         model = find_source(model)
-    if calibration is None and recipe.method != "rtn":
+    if calibration is None and recipe.needs_prompts:
         fetched = "" if isinstance(model, Source) else f"; {str(model)!r} is no folder here and would be fetched"
         raise OnPTQError(
             f"method {recipe.method} needs --calibration, a .jsonl or .parquet manifest of prompts{fetched}"
@@ -189,7 +177,9 @@ def _gather(
         processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
         usable = partial(processor.check, max_new=recipe.follow.max_tokens)
     modalities = source.family.modalities
-    prompts = gather_prompts(calibration, holdout, recipe.data, modalities, usable=usable, note=reporter.note)
+    prompts = gather_prompts(
+        calibration, holdout, recipe.data, modalities, seed=recipe.seed, usable=usable, note=reporter.note
+    )
     for text in prompts.warnings():
         reporter.warn(text)
     if prompts.every:
@@ -231,12 +221,6 @@ def finished(job: Job, run: Run, reporter: Reporter) -> dict[str, Any] | None:
         reporter.warn(f"the run is finished, but {damage}: the checkpoint is written again")
     elif run.resumed:
         reporter.note(f"going on with the run in {run.home}: {', '.join(done(run)) or 'no step'} finished")
-    wanted, got = (job.recipe.data.prompts, job.recipe.data.holdout), job.prompts
-    if job.manifest is not None and (len(got.calibration) < wanted[0] or len(got.holdout) < wanted[1]):
-        reporter.warn(
-            f"{job.manifest} gives {len(got.calibration)} calibration and {len(got.holdout)} held-out prompts; the recipe "
-            f"asks for {wanted[0]} and {wanted[1]}. With few prompts calibration may not help: look at the held-out figures"
-        )
     return None
 
 
@@ -281,13 +265,17 @@ def encode_prompts(
 
 
 def initialize(job: Job, policy: Policy, prompts: Sequence[EncodedPrompt], run: Run, reporter: Reporter) -> Theta:
-    """theta^(0), by the recipe's base method."""
+    """theta^(0), by the recipe's base method; blocks that an earlier process finished are read back."""
+    recipe, store = job.recipe, RunStore(run, policy.device)
     if run.has(INIT):
+        remove(store.folder)  # a kill may have come between the file and this
         return read_init(policy, run)
-    recipe = job.recipe
     with reporter.phase(f"Initialize ({recipe.init})", total=policy.blocks, unit="blocks") as bar:
-        theta = methods.initialize(policy, prompts, recipe, bar.advance, settled=recipe.settles)
-    run.write_behind(theta.saving(), INIT)
+        if store.finished:
+            reporter.note(f"{store.finished} of {policy.blocks} blocks of the initial theta are finished")
+            bar.advance(store.finished)
+        theta = methods.initialize(policy, prompts, recipe, bar.advance, settled=recipe.settles, store=store)
+    run.write_behind(theta.saving(), INIT, instead_of=store.folder)
     return theta
 
 
@@ -295,37 +283,47 @@ def read_init(policy: Policy, run: Run) -> Theta:
     return run.read(INIT, lambda path: Theta.load(path, policy.device))
 
 
-def measure(job: Job, cycle: Cycle) -> dict[str, Any]:
-    """The summary so far: the figures of every round, and of the held-out prompts before and after."""
-    after = cycle.holdout("final", "held-out at the end")
-    before = cycle.holdout("rounds/0", "held-out 1") if job.recipe.rounds else after
-    initial, final = (None if one is None else bank_figures(one.states) for one in (before, after))
+def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
+    """The summary so far: every round's figures, and those of held-out prompts under RTN, the init and the result."""
+    choice = cycle.run.read_json(*CHOICE) if cycle.run.has(*CHOICE) else None
+    calibrated = cycle.holdout("final", "held-out at the end")
+    before = cycle.holdout("rounds/0", "held-out 1") if job.recipe.rounds else calibrated
+    after = before if choice is not None and choice["kept"] == INIT_KEPT else calibrated
+    rounded = round_to_nearest(cycle, theta) if job.recipe.method != "rtn" else after
+    figures = {
+        name: None if one is None else bank_figures(one.states)
+        for name, one in (("rtn", rounded), ("initial", before), ("calibrated", calibrated), ("final", after))
+    }
     return {
         "scheme": str(job.scheme),
         "method": job.recipe.method,
         "model": job.source.name,
         "prompts": {"calibration": len(job.prompts.calibration), "holdout": len(job.prompts.holdout)},
         "rounds": [cycle.figures(k) for k in range(job.recipe.rounds)],
-        "holdout": {"initial": initial, "final": final},
-        "helped": helped(initial, final) if job.recipe.rounds else None,
+        "holdout": figures,
+        "choice": choice,
+        "helped": None if choice is None else choice["kept"] == CALIBRATED,
     }
 
 
-def helped(initial: Mapping[str, float] | None, final: Mapping[str, float] | None) -> bool | None:
-    """Whether held-out KL or mismatch fell and the other did not rise; None where nothing is held out."""
-    if initial is None or final is None:
+def round_to_nearest(cycle: Cycle, theta: Theta) -> Holdout | None:
+    """The held-out prompts under plain rounding; Q is what `theta` folds to again afterwards."""
+    if cycle.inputs.held_out is None:
         return None
-    changes = [final[name] - initial[name] for name in ("kl", "mismatch_percent")]
-    return max(changes) <= 0 and min(changes) < 0
+    cycle.inputs.speak_as(methods.run("rtn", cycle.policy, cycle.inputs.prompts, lambda blocks: None))
+    rounded = cycle.holdout("rtn/final", "held-out of RTN")
+    cycle.inputs.speak_as(theta)
+    return rounded
 
 
-def warn_if_worse(summary: Mapping[str, Any], reporter: Reporter) -> None:
-    initial, final = (summary["holdout"][side] for side in ("initial", "final"))
-    if summary["helped"] is False and any(final[name] > initial[name] for name in ("kl", "mismatch_percent")):
+def warn_of_no_help(summary: Mapping[str, Any], reporter: Reporter) -> None:
+    if summary["helped"] is False:
+        before, after = (summary["holdout"][side] for side in ("initial", "calibrated"))
         reporter.warn(
-            f"calibration did not help: on {summary['prompts']['holdout']} held-out prompts mismatch went from "
-            f"{initial['mismatch_percent']:.2f}% to {final['mismatch_percent']:.2f}%, KL from {initial['kl']:.5f} to "
-            f"{final['kl']:.5f}. More prompts may help; --set rounds=0 and another --out keep the initial theta"
+            f"calibration did not help, so the init is kept: on {summary['prompts']['holdout']} held-out prompts mismatch "
+            f"went from {before['mismatch_percent']:.2f}% to {after['mismatch_percent']:.2f}%, KL from {before['kl']:.5f} to "
+            f"{after['kl']:.5f}. More prompts or longer answers (follow.max_tokens) may help; --set calibrate.keep=last and "
+            "another --out take the calibrated weights all the same"
         )
 
 
@@ -340,9 +338,8 @@ def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, 
             job.scheme,
             ignore=family.ignore,
             other_models=family.other_models,
-            method=job.recipe.method,
-            calibration=Calibration.of(job.prompts),
-            results=read_results(run.home, job.recipe.method, job.recipe.seed),
+            provenance=read_provenance(run, job.recipe, job.prompts),
+            results=read_results(run.home, job.recipe),
             name=job.source.name,
         )
         files = [job.out / CONFIG, *sorted(job.out.glob(WEIGHTS))]
@@ -365,7 +362,8 @@ def reload_and_check(
         expected = [_graph_logits(policy, inputs) for inputs in tried]
         with policy.speaking("D"):
             dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
-        cycle.release()
+        for side in SIDES:
+            cycle.inputs.forget(side)
         policy.release()
         inputs = [one.tensors for one in tried]
         verification, checks = verify_export(
@@ -376,27 +374,6 @@ def reload_and_check(
         if not one.passed:
             reporter.warn(f"{one.name}: the checkpoint {one.seen}")
     return asdict(verification) | {"checks": [asdict(one) for one in checks]}
-
-
-def _budgets(policy: Policy, recipe: Recipe) -> Budgets:
-    """Half of what is free, shared by prefixes and targets; Q's weights stay as integers, floats or codes where these fit beside
-    that."""
-    free, cache = free_memory(policy.device), recipe.compute.cache_gib
-    budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
-    parameters = [parameter for block in policy.structure.blocks for parameter in block.module.parameters()]
-    floats, codes = sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters)
-    keep = keep_of_q(free, cache, floats, codes, recipe, policy.device.type == "cuda")
-    return Budgets(budget // 2, budget // 2, keep)
-
-
-def keep_of_q(free: int, cache_gib: float | None, floats: int, codes: int, recipe: Recipe, on_gpu: bool) -> Held:
-    """By the bytes of Q's weights as floats and as codes. Settled codes are theta's own and cost nothing."""
-    codes_fit = recipe.settles or codes < SHARE_OF_FREE * free
-    if codes_fit and on_gpu and recipe.multiplies_integers:
-        return "integers"
-    if cache_gib is None and floats < SHARE_OF_FREE * free / 2:
-        return "floats"
-    return "codes" if codes_fit else "nothing"
 
 
 def _counted(items: Iterable[T], bar: Bar) -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""What a run says while it works: progress bars, nothing but warnings, or JSON lines; and the same into its log."""
+"""Progress of a run: bars, only warnings, or JSON lines; and the same in its log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 ADVANCE_SECONDS = 1.0  # JSON lines of one phase come no faster than this
-BEGUN_SECONDS = 2.0  # after which a file, which is given no bar before its end, is told that a phase has begun
+BEGUN_SECONDS = 2.0  # after which a log file, where bars appear only at their end, has a line that a phase has begun
 
 
 class Bar(Protocol):
@@ -69,24 +69,24 @@ class JsonReporter:
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
         bar = _JsonBar(self, name, total, unit)
-        bar.say("start")
+        bar.emit("start")
         try:
             yield bar
         except BaseException:
-            bar.say("failed")
+            bar.emit("failed")
             raise
-        bar.say("end")
+        bar.emit("end")
 
     def note(self, text: str) -> None:
-        self.say("note", text=text)
+        self.emit("note", text=text)
 
     def warn(self, text: str) -> None:
-        self.say("warning", text=text)
+        self.emit("warning", text=text)
 
     def result(self, values: Mapping[str, Any]) -> None:
-        self.say("result", result=values)
+        self.emit("result", result=values)
 
-    def say(self, event: str, **fields: Any) -> None:
+    def emit(self, event: str, **fields: Any) -> None:
         stream = self._stream or sys.stdout
         stream.write(to_json({"event": event, **fields}) + "\n")
         stream.flush()
@@ -98,18 +98,18 @@ class _JsonBar:
         self._phase = {"phase": name, "total": total, "unit": unit}
         self._done = 0
         self._info: dict[str, Any] = {}
-        self._began = self._said = time.monotonic()
+        self._began = self._emitted = time.monotonic()
 
     def advance(self, n: int = 1, **info: Any) -> None:
         self._done += n
         self._info.update(info)
-        if time.monotonic() - self._said >= ADVANCE_SECONDS:
-            self.say("advance")
+        if time.monotonic() - self._emitted >= ADVANCE_SECONDS:
+            self.emit("advance")
 
-    def say(self, state: str) -> None:
-        self._said = time.monotonic()
-        seconds = round(self._said - self._began, 3)
-        self._reporter.say("phase", state=state, **self._phase, done=self._done, seconds=seconds, **self._extra())
+    def emit(self, state: str) -> None:
+        self._emitted = time.monotonic()
+        seconds = round(self._emitted - self._began, 3)
+        self._reporter.emit("phase", state=state, **self._phase, done=self._done, seconds=seconds, **self._extra())
 
     def _extra(self) -> dict[str, Any]:
         return {"info": self._info} if self._info else {}
@@ -226,7 +226,7 @@ class LoggedReporter:
 
 
 class NamedReporter:
-    """Another reporter, whose phases begin with a name: whose Follow it is, when several arms follow."""
+    """Another reporter, whose phases, notes and warnings begin with a name, e.g. that of an arm."""
 
     def __init__(self, inner: Reporter, name: str) -> None:
         self._inner = inner

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import (
@@ -15,25 +15,44 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
     StrictBool,
     StrictInt,
     ValidationError,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
 from onptq.errors import OnPTQError, did_you_mean
 from onptq.overrides import Overrides, explain, override, with_implied
+from onptq.registry import LOSS_TERMS, METHODS, SELECTION_RULES, Registry
 from onptq.schemes import Scheme
 
+# Figures of an update's log lines, whose names no added loss term may have.
+LOGGED = ("anchor", "hidden", "pair", "response", "loss", "step", "round", "gradient", "holdout")
 PRESETS = ("light", "default", "best", "paper", "zoo")
 
-# What a method's name says about other fields; a recipe that says otherwise contradicts itself.
-IMPLIED: Mapping[str, Mapping[str, Any]] = {
+# The methods that calibrate in rounds, and what each name says about other fields. Base methods are the others.
+CYCLES: Mapping[str, Mapping[str, Any]] = {
     "onptq": {},
-    "static": {"calibrate.gamma": 0.0},
-    "rtn": {"rounds": 0, "init": "rtn"},
+    "static": {"calibrate.gamma": 0.0},  # the control: the same steps on the anchor alone
+    "uniform": {"select.rule": "all"},  # every on-policy state, all with the same weight
+    "offpolicy": {"follow.policy": "dense"},  # the same objective on the dense model's own rollouts
 }
+
+
+def implied(method: str) -> Mapping[str, Any]:
+    """The fields that a method's name decides; a recipe that says otherwise contradicts itself."""
+    if method in METHODS:
+        return {"rounds": 0, "init": method}
+    return CYCLES.get(method, {})
+
+
+def method_names() -> list[str]:
+    """Every method that can be quantized with and compared."""
+    return [*CYCLES, *METHODS]
+
 
 _inside_recipe: ContextVar[bool] = ContextVar("inside_recipe", default=False)
 
@@ -53,6 +72,15 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    # Fields that came after runs were recorded, with the value that changes nothing. A recipe that does not use them reads as it
+    # did before they existed, so that those runs can be continued.
+    LATER: ClassVar[Mapping[str, Any]] = {}
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        return {name: value for name, value in data.items() if name not in self.LATER or value != self.LATER[name]}
+
     @model_validator(mode="wrap")
     @classmethod
     def _explain_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
@@ -67,10 +95,19 @@ class Config(BaseModel):
             _inside_recipe.reset(token)
 
 
+def _registered(name: str, registry: Registry[Any]) -> str:
+    """The name, if it is registered."""
+    try:
+        registry.check(name)
+    except OnPTQError as error:
+        raise ValueError(str(error)) from None
+    return name
+
+
 class DataConfig(Config):
     """Which prompts calibrate and which are held out."""
 
-    prompts: StrictInt = Field(default=128, ge=1, description="calibration prompts, the first of the manifest")
+    prompts: StrictInt = Field(default=128, ge=1, description="calibration prompts, drawn of the manifest")
     holdout: StrictInt = Field(default=32, ge=0, description="held-out prompts that choose the best iterate")
     holdout_share: Real = Field(
         default=0.125,
@@ -83,7 +120,12 @@ class DataConfig(Config):
 class FollowConfig(Config):
     """Follow: the quantized model's own greedy rollouts."""
 
+    LATER: ClassVar[Mapping[str, Any]] = {"policy": "quantized"}
+
     max_tokens: StrictInt = Field(default=64, ge=1, description="T: most response tokens per prompt")
+    policy: Literal["quantized", "dense"] = Field(
+        default="quantized", description="whose rollouts are the states; dense is the control offpolicy"
+    )
 
 
 class BranchConfig(Config):
@@ -93,6 +135,11 @@ class BranchConfig(Config):
     eos_as_max: StrictBool = Field(
         default=False, description="ablation: a forced end-of-sequence counts as the largest consequence, not as none"
     )
+    count_forced: StrictBool = Field(
+        default=False, description="the forced tokens count as one more state, at which the futures differ wholly"
+    )
+
+    LATER: ClassVar[Mapping[str, Any]] = {"count_forced": False}
 
 
 class RiskConfig(Config):
@@ -108,14 +155,17 @@ class RiskConfig(Config):
 class SelectConfig(Config):
     """Select: the critical set and its weights."""
 
-    rule: Literal["risk", "all", "mismatch", "mismatch_near_miss", "consequence", "random"] = Field(
-        default="risk", description="which states become critical: by risk, or one of the ablations"
-    )
+    rule: str = Field(default="risk", description="which states become critical: by risk, or one of the ablations")
     budget: StrictInt = Field(default=8192, ge=1, description="K_c: size of the critical set")
     per_prompt: StrictInt | None = Field(
         default=None, ge=1, description="k states of every prompt instead of a global top K_c"
     )
     weights: Literal["risk", "uniform"] = Field(default="risk", description="w: proportional to risk, or all equal")
+
+    @field_validator("rule")
+    @classmethod
+    def _check_rule(cls, name: str) -> str:
+        return _registered(name, SELECTION_RULES)
 
 
 class CalibrateConfig(Config):
@@ -126,8 +176,16 @@ class CalibrateConfig(Config):
     hidden: Real = Field(default=1.0, ge=0, description="weight of the hidden-state error; 0 removes it")
     pair: Real = Field(default=0.1, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")
     response: Real = Field(default=10.0, ge=0, description="weight of the response KL; 0 removes it")
+    terms: dict[str, Real] = Field(
+        default_factory=dict, description="weights of registered loss terms on critical states, by name"
+    )
     response_over: Literal["critical", "visited"] = Field(
-        default="visited", description="states of the response KL: the critical ones by weight, or all visited alike"
+        default="visited", description="states of the response KL: the critical ones by weight, or all visited"
+    )
+    consequence: Real = Field(
+        default=0.0,
+        ge=0,
+        description="response KL over visited states: weight 1 + consequence * A_t; 0 is a plain mean",
     )
     normalize: Literal["energy", "none"] = Field(
         default="energy", description="divide each block's error by its dense energy; none is the paper's literal loss"
@@ -143,11 +201,24 @@ class CalibrateConfig(Config):
     lr_rounding: Real = Field(default=1e-2, ge=0, description="learning rate of the rounding offsets, in steps")
     codes: Literal["free", "settled", "learned"] = Field(
         default="settled",
-        description="free: codes follow the scaled weights; settled: the start's stay; learned: by rounding offsets",
+        description="free: codes follow the scaled weights; settled: the init's stay; learned: by rounding offsets",
     )
     keep: Literal["best", "last"] = Field(default="best", description="iterate to keep; best is by held-out prompts")
     evaluations: StrictInt = Field(default=4, ge=1, description="held-out evaluations per round")
     checkpointing: StrictBool = Field(default=True, description="recompute activations in backward to save memory")
+
+    LATER: ClassVar[Mapping[str, Any]] = {"terms": {}, "consequence": 0.0}
+
+    @field_validator("terms")
+    @classmethod
+    def _check_terms(cls, terms: dict[str, float]) -> dict[str, float]:
+        for name, weight in terms.items():
+            if name in LOGGED:
+                raise ValueError(f"{name} is the name of another figure of the log; a loss term needs one of its own")
+            _registered(name, LOSS_TERMS)
+            if weight < 0:
+                raise ValueError(f"the weight of {name} should be 0 or more, got {weight}")
+        return terms
 
 
 class ComputeConfig(Config):
@@ -159,7 +230,7 @@ class ComputeConfig(Config):
     )
     batch_tokens: StrictInt = Field(default=16384, ge=1, description="padded tokens per forward")
     cache_gib: Real | None = Field(
-        default=None, ge=0, description="memory for kept prefixes in GiB; null is a share of what is free"
+        default=None, ge=0, description="memory for cached prefixes in GiB; null is a share of what is free"
     )
     integers: StrictBool = Field(
         default=True,
@@ -171,23 +242,11 @@ class Recipe(Config):
     """Everything that decides a run's result, besides the model and the prompts."""
 
     scheme: str = Field(default="W4A8", description="number format: W4A16, W8A8, W4A8, W4A6, any WbAb, -gN, -asym")
-    method: Literal["onptq", "static", "rtn"] = Field(
-        default="onptq", description="static is the control with gamma 0; rtn rounds to nearest and learns nothing"
+    method: str = Field(
+        default="onptq",
+        description="onptq; static, uniform or offpolicy, its controls; or a base method alone",
     )
-    init: Literal[
-        "search",
-        "rtn",
-        "smoothquant",
-        "awq",
-        "mbq",
-        "qig",
-        "masquant",
-        "blockwise",
-        "gptq",
-        "signround",
-        "search+gptq",
-        "search+signround",
-    ] = Field(default="search+signround", description="theta^(0): the base method that calibration starts from")
+    init: str = Field(default="search+signround", description="theta^(0): the base method that calibration starts from")
     init_steps: StrictInt | None = Field(
         default=None, ge=1, description="steps per block, where the base method takes steps; null is as many as it says"
     )
@@ -208,15 +267,42 @@ class Recipe(Config):
         return bool(self.rounds) and self.calibrate.codes == "settled"
 
     @property
+    def branches(self) -> bool:
+        """Whether anything depends on the consequence of a decision."""
+        calibrate, select = self.calibrate, self.select
+        if calibrate.gamma == 0:
+            return False
+        weighted = calibrate.hidden or calibrate.pair or calibrate.terms or calibrate.response_over == "critical"
+        return bool(calibrate.consequence) or bool(weighted and select.rule != "all")
+
+    @property
     def multiplies_integers(self) -> bool:
-        """Whether a Q that stands still may multiply its codes instead of what they stand for."""
+        """Whether a frozen Q may multiply its codes as integers."""
         scheme = Scheme.parse(self.scheme)
         return self.compute.integers and scheme.quantizes_weights and scheme.quantizes_activations
 
     @model_validator(mode="before")
     @classmethod
     def _apply_method(cls, data: Any) -> Any:
-        return with_implied(data, IMPLIED) if isinstance(data, Mapping) else data
+        return with_implied(data, implied) if isinstance(data, Mapping) else data
+
+    @property
+    def needs_prompts(self) -> bool:
+        """Whether anything is made from prompts: plain rounding is not."""
+        return bool(self.rounds) or self.init != "rtn"
+
+    @field_validator("method")
+    @classmethod
+    def _check_method(cls, name: str) -> str:
+        if name not in method_names():
+            hint = did_you_mean(name, method_names())
+            raise ValueError(f"unknown method{hint}; expected one of {', '.join(method_names())}")
+        return name
+
+    @field_validator("init")
+    @classmethod
+    def _check_init(cls, name: str) -> str:
+        return _registered(name, METHODS)
 
     @field_validator("scheme")
     @classmethod
@@ -232,7 +318,7 @@ class Recipe(Config):
         if name not in PRESETS:
             raise OnPTQError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; valid: {', '.join(PRESETS)}")
         text = resources.files("onptq").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
-        return cls.model_validate(override(yaml.safe_load(text), overrides, IMPLIED))
+        return cls.model_validate(override(yaml.safe_load(text), overrides, implied))
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Overrides = ()) -> Recipe:
@@ -245,11 +331,11 @@ class Recipe(Config):
             raise OnPTQError(f"the recipe {path} must be a YAML mapping of fields, got {type(data).__name__}")
         if isinstance(data.get("recipe"), Mapping):  # a run's record: the recipe beside versions and hashes
             data = data["recipe"]
-        return cls.model_validate(override(data, overrides, IMPLIED))
+        return cls.model_validate(override(data, overrides, implied))
 
     def with_overrides(self, overrides: Overrides) -> Recipe:
         """A changed copy, validated like any other recipe."""
-        return type(self).model_validate(override(self.model_dump(), overrides, IMPLIED))
+        return type(self).model_validate(override(self.model_dump(), overrides, implied))
 
     def to_yaml(self, *, comments: bool = False) -> str:
         """Every field with its value, and with `comments` what it means."""
@@ -265,5 +351,7 @@ def _commented(config: Config, indent: str = "") -> Iterator[str]:
             yield f"{indent}{name}:  # {type(value).__doc__}"
             yield from _commented(value, indent + "  ")
         else:
-            line = indent + yaml.safe_dump({name: value}).strip()
+            inline = isinstance(value, Mapping)  # so that the comment is on the value's line
+            shown = yaml.safe_dump(value, default_flow_style=True, width=10**6) if inline else None
+            line = indent + (f"{name}: {shown}" if shown else yaml.safe_dump({name: value})).strip()
             yield f"{line:<28} # {field.description}"

@@ -26,6 +26,9 @@ HOME = "onptq"  # inside the output folder: the files of a comparison, and of a 
 CONTRACT = 2  # version of docs/run-folder.md: 1 has the run's files in DIR/onptq, 2 in DIR-run
 RECORD = "recipe.yaml"
 SUMMARY = "summary.json"
+INIT = "init.safetensors"
+CHOICE = ("final", "choice.json")  # whether the run ends with the calibrated theta or with its init
+CALIBRATED, INIT_KEPT = "calibrated", "init"
 LOG = "log.jsonl"
 LOCK = ".lock"
 SUMS = "SHA256SUMS"  # of every committed file, in the form of sha256sum
@@ -105,7 +108,7 @@ class Run:
                 warn(text)
 
     def arm(self, name: str) -> Run:
-        """Another arm of the same run: its files lie in a folder of that name, its lines of the log say whose they are."""
+        """Another arm of the same run: its files are in a folder of that name, and its log lines carry the name."""
         return Run(self.folder, self.home, None, name)
 
     def file(self, *parts: str) -> Path:
@@ -120,20 +123,21 @@ class Run:
 
     @contextmanager
     def writing(self, *parts: str) -> Iterator[Path]:
-        """Write to the path given; the file appears under its name once whole, and never otherwise."""
+        """A context with a path to write to; the file appears under its name once the context ends without an error."""
         self.wait()
         with self._committing(self.file(*parts)) as temporary:
             yield temporary
 
     def write_behind(self, write: Callable[[Path], None], *parts: str, instead_of: Path | None = None) -> None:
-        """The same while the run goes on: what it writes next waits for this, so files appear in the order of their steps. The
-        file that it stands `instead_of` goes when it is there."""
+        """Commit a file in a thread while the run goes on; the next write waits for it, so files appear in order.
+
+        `instead_of` names a file or folder that is deleted once this file is there."""
 
         def work() -> None:
             with self._committing(self.file(*parts)) as temporary:
                 write(temporary)
             if instead_of is not None:
-                instead_of.unlink(missing_ok=True)
+                remove(instead_of)
 
         self.wait()
         pool = ThreadPoolExecutor(1, "onptq-write")
@@ -148,7 +152,7 @@ class Run:
             _append(self.file(SUMS), f"{file_sha256(temporary)}  {target.relative_to(self.file())}")
 
     def step(self, name: str, codec: Codec[T], compute: Callable[[], T]) -> T:
-        """What an earlier process committed as `name`; else compute and commit it.
+        """The value that an earlier process committed as `name`, or else the computed one, now committed.
 
         A computed value is read back too, so that a continued run and an unbroken one go on with the same bits.
         """
@@ -192,7 +196,7 @@ class Run:
             temporary.write_text("".join(lines), encoding="utf-8")
 
     def wait(self) -> None:
-        """Until everything is on disk; what went wrong there is raised here."""
+        """Wait until everything is on disk; an error of the thread is raised here."""
         behind, self._behind = self._behind, None
         if behind is not None:
             behind.result()
@@ -222,7 +226,7 @@ class Run:
                             yield event
 
     def seconds(self) -> dict[str, float]:
-        """What every phase took, over all processes that worked on it."""
+        """Seconds of every phase, over all processes that worked on it."""
         seconds: dict[str, float] = {}
         for event in self.events():
             if event["event"] == "phase" and event.get("state") in ("end", "failed"):
@@ -251,7 +255,7 @@ class Run:
             self.close()
 
     def _withdraw(self) -> None:
-        """A run that failed before its first step leaves nothing behind that the corrected command would stumble over."""
+        """Delete a run that failed before its first step, so that the corrected command can use the folder."""
         if not self.resumed and {item.name for item in self.home.iterdir()} <= {RECORD, LOG, LOCK, SUMS}:
             shutil.rmtree(self.home)
             with suppress(OSError):  # not empty: the folder was there before
@@ -269,6 +273,23 @@ def run_home(out: str | Path) -> Path:
         return inside
     named = folder if folder.name else folder.absolute()
     return named.with_name(f"{named.name}-run")
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def final_theta(out: str | Path, rounds: int) -> Path:
+    """The file of the theta that the checkpoint in `out` was folded from, by a run of so many rounds."""
+    home = run_home(out)
+    choice = home.joinpath(*CHOICE)
+    init_kept = choice.is_file() and read_json(choice).get("kept") == INIT_KEPT
+    parts = ("rounds", str(rounds - 1), "theta.safetensors") if rounds and not init_kept else (INIT,)
+    return home.joinpath(*parts)
 
 
 def check_place(path: str | Path, home: Path | None = None) -> None:
@@ -350,7 +371,7 @@ def _decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: {key: item for key, item in value.items() if key != "source"} if isinstance(value, Mapping) else value
         for name, value in identity.items()
-        if name not in ("versions", "contract")
+        if name not in ("versions", "contract", "evaluation")
     }
 
 
@@ -365,7 +386,7 @@ def _lock(folder: Path, home: Path) -> int:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             os.close(lock)
             raise
-        # A file system without locks: the run still works, only nobody is kept out.
+        # A file system without locks: the run works, but a second process is not refused.
     return lock
 
 

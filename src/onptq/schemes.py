@@ -40,8 +40,8 @@ class Scheme:
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise OnPTQError(
-                f"unknown scheme {text!r}: expected one of {', '.join(PAPER_SCHEMES)}, any other WbAb with 2 to 8 bits, "
-                "and for weight-only schemes -gN (groups of N columns) and -asym, e.g. W4A16-g128-asym"
+                f"unknown scheme {text!r}: expected one of {', '.join(PAPER_SCHEMES)}, any other WbAb with 2 to 8 "
+                "bits, and for weight-only schemes -gN (groups of N columns) and -asym, e.g. W4A16-g128-asym"
             )
         weight_bits, activation_bits, group_size, asymmetric = match.groups()
         return cls(int(weight_bits), int(activation_bits), int(group_size) if group_size else None, not asymmetric)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.suite`: benchmarks that are kept and shared out, tables made of their reports, goals said in words."""
+"""`python -m benchmarks.suite`: resumed and shared benchmarks, tables made from their reports, goals in words."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.suite import figures as suite_figures
 from benchmarks.suite.__main__ import app
 from benchmarks.suite.goals import Standing
 from benchmarks.suite.overview import at_a_glance
-from benchmarks.suite.suites import SUITES, Material, Suite, benchmark_folder, candidate_names, run_suite
+from benchmarks.suite.suites import SUITES, BenchmarkData, Suite, benchmark_folder, candidate_names, run_suite
 from benchmarks.suite.tables import collect, markdown
 from onptq.bank import States, read_trajectories
 from onptq.data.manifest import load_manifest
 from onptq.errors import OnPTQError
-from onptq.evaluate.candidates import Built, folder_name, parse_candidates
-from onptq.evaluate.items import Grade, Item
+from onptq.evaluate.candidates import MethodCandidate, parse_candidates
+from onptq.evaluate.store import path_of
+from onptq.evaluate.tasks import Grade, Item
 from onptq.progress import Bar, QuietReporter, Reporter
-from onptq.recipe import Recipe
+from onptq.recipe import CYCLES, Recipe
+from onptq.run import HOME
 from onptq.zoo import catalog
 
 RECIPE = Recipe.preset(
@@ -62,20 +65,20 @@ class KillingReporter(QuietReporter):
             yield bar
 
 
-def material(folder: Path) -> Material:
+def data_of(folder: Path) -> BenchmarkData:
     prompts = load_manifest(folder / "prompts.jsonl")
-    asked = [Item(f"q{n}", "letter", prompts[n], "", lambda text: Grade(text[:1] < "m"), 2) for n in range(6)]
-    told = [
+    letters = [Item(f"q{n}", "letter", prompts[n], "", lambda text: Grade(text[:1] < "m"), 2) for n in range(6)]
+    transcripts = [
         Item(f"t{n}", "speech", prompts[n], "", lambda text: Grade(text.count("e"), len(text)), 8, "word errors")
         for n in range(3)
     ]
-    return Material([*asked, *told], prompts[3:], prompts[:3], prompts[3:4])
+    return BenchmarkData([*letters, *transcripts], prompts[3:], prompts[:3], prompts[3:4])
 
 
 def run(small: Path, out: Path, suite: Suite, **given: Any) -> dict[str, Any]:
-    def draw(family: str, reporter: Reporter) -> Material:
+    def draw(family: str, reporter: Reporter) -> BenchmarkData:
         assert family == "qwen2.5-vl"
-        return material(small)
+        return data_of(small)
 
     return run_suite(suite, out, draw, RECIPE, replicates=100, **given)
 
@@ -91,11 +94,11 @@ def done(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def report_of(out: Path, model: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((benchmark_folder(out, str(model)) / "report.json").read_text())
-    return found
+    report: dict[str, Any] = json.loads((benchmark_folder(out, str(model)) / "report.json").read_text())
+    return report
 
 
-# --- what is run ----------------------------------------------------------------------------------------------------------
+# --- benchmarks ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_main_suite_is_every_model_scheme_and_method_on_whole_splits() -> None:
@@ -105,7 +108,7 @@ def test_the_main_suite_is_every_model_scheme_and_method_on_whole_splits() -> No
     assert (main.items, main.prompts, main.preset) == (None, 512, "best")
     assert set(main.models) <= set(catalog.ENTRIES)
     parsed = parse_candidates(names, Recipe.preset(main.preset))
-    assert {one.recipe.data.prompts for one in parsed if isinstance(one, Built)} == {128}
+    assert {one.recipe.data.prompts for one in parsed if isinstance(one, MethodCandidate)} == {128}
 
 
 def test_further_seeds_are_for_methods_that_have_one() -> None:
@@ -113,12 +116,12 @@ def test_further_seeds_are_for_methods_that_have_one() -> None:
         "rtn:W4A8", "onptq:W4A8", "onptq:W4A8#1", "onptq:W4A8#2",
     ]  # fmt: skip
     [plain, seeded, preset] = parse_candidates(["onptq:W4A8", "onptq:W4A8#3", "onptq:W4A8@paper#3"], RECIPE)
-    assert isinstance(plain, Built)
-    assert isinstance(seeded, Built)
-    assert isinstance(preset, Built)
+    assert isinstance(plain, MethodCandidate)
+    assert isinstance(seeded, MethodCandidate)
+    assert isinstance(preset, MethodCandidate)
     assert seeded.recipe == plain.recipe.with_overrides({"seed": 3})
     assert (preset.name, preset.recipe.seed) == ("onptq:W4A8@paper#3", 3)
-    with pytest.raises(OnPTQError, match="nothing in rtn is random; only static, uniform, onptq take a seed"):
+    with pytest.raises(OnPTQError, match=f"nothing in rtn is random; only {', '.join(CYCLES)} take a seed"):
         parse_candidates(["rtn:W4A8#1"], RECIPE)
     with pytest.raises(OnPTQError, match="'one' is no seed"):
         parse_candidates(["onptq:W4A8#one"], RECIPE)
@@ -126,17 +129,20 @@ def test_further_seeds_are_for_methods_that_have_one() -> None:
 
 def test_uniform_is_onptq_with_every_on_policy_state_weighted_alike() -> None:
     uniform, ours = parse_candidates(["uniform:W4A8", "onptq:W4A8"], RECIPE)
-    assert isinstance(uniform, Built)
-    assert isinstance(ours, Built)
-    assert uniform.by_the_cycle
+    assert isinstance(uniform, MethodCandidate)
+    assert isinstance(ours, MethodCandidate)
+    assert uniform.recipe.rounds == RECIPE.rounds
     assert (uniform.recipe.select.rule, ours.recipe.select.rule) == ("all", "risk")
-    assert uniform.recipe == ours.recipe.with_overrides({"select.rule": "all"})
+    changed = ours.recipe.model_copy(update={"method": "uniform", "select": uniform.recipe.select})
+    assert uniform.recipe == changed
+    assert uniform.recipe.select == ours.recipe.select.model_copy(update={"rule": "all"})
 
 
+@pytest.mark.slow
 def test_uniform_calibrates_on_the_states_that_onptq_visits_first(done: Any, small: Path) -> None:
     out, _ = done
     homes = {
-        name: benchmark_folder(out, str(small)) / f"onptq/candidates/{folder_name(f'{name}:W4A8')}/run-run/rounds/0"
+        name: benchmark_folder(out, str(small)).joinpath(HOME, *path_of(f"{name}:W4A8", "run", "rounds", "0"))
         for name in METHODS[3:]
     }
     rollouts = [read_trajectories(home / "trajectories.parquet") for home in homes.values()]
@@ -146,7 +152,8 @@ def test_uniform_calibrates_on_the_states_that_onptq_visits_first(done: Any, sma
     assert len(np.unique(banks["onptq"].weight)) > 2
 
 
-def test_benchmarks_hold_all_candidates_and_the_tables_say_what_their_reports_say(done: Any, small: Path) -> None:
+@pytest.mark.slow
+def test_benchmarks_have_all_candidates_and_the_tables_have_their_reports_figures(done: Any, small: Path) -> None:
     out, tables = done
     report = report_of(out, small)
     seeded = [f"{method}:W4A8{seed}" for method in ("static", "uniform", "onptq") for seed in ("", "#1")]
@@ -156,23 +163,24 @@ def test_benchmarks_hold_all_candidates_and_the_tables_say_what_their_reports_sa
     [scheme] = benchmark["schemes"]
     assert (benchmark["model"], scheme["scheme"], list(scheme["rows"])) == (str(small), "W4A8", names)
     assert (tables["missing"], benchmark["missing"], scheme["missing"]) == ([], [], [])
-    for name, found in scheme["rows"].items():
-        assert found["figures"] == report["models"][name]["figures"]
+    for name, row in scheme["rows"].items():
+        assert row["figures"] == report["models"][name]["figures"]
     assert {ours: list(others) for ours, others in scheme["differences"].items()} == {
         "onptq:W4A8": ["rtn:W4A8", "smoothquant:W4A8", "static:W4A8", "uniform:W4A8"],
         "onptq:W4A8#1": ["rtn:W4A8", "smoothquant:W4A8", "static:W4A8#1", "uniform:W4A8#1"],
     }
     for ours, others in scheme["differences"].items():
-        for other, found in others.items():
+        for other, row in others.items():
             figures = [report["models"][name]["figures"] for name in (ours, other)]
             for measure in ("mismatch", "erosion", "kl", "flips"):
                 first, second = (one[measure]["value"] for one in figures)
-                assert found[measure]["value"] == pytest.approx(first - second, abs=1e-9)
+                assert row[measure]["value"] == pytest.approx(first - second, abs=1e-9)
     assert json.loads((out / "suite.json").read_text()) == json.loads(json.dumps(tables))
     assert (out / "suite.md").read_text() == markdown(tables)
 
 
-def test_killed_and_shared_out_a_suite_ends_with_the_same_tables(small: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_killed_or_shared_by_processes_a_suite_ends_with_the_same_tables(small: Path, tmp_path: Path) -> None:
     other = shutil.copytree(small, tmp_path / "other")
     suite = of_models(small, other, methods=("rtn", "smoothquant"), schemes=("W4A8", "W3A8"))
     whole = run(small, tmp_path / "whole", suite)
@@ -189,13 +197,14 @@ def test_killed_and_shared_out_a_suite_ends_with_the_same_tables(small: Path, tm
 
 
 def without_cost(tables: Mapping[str, Any]) -> dict[str, Any]:
-    found = copy.deepcopy(dict(tables))
-    for benchmark in found["benchmarks"]:
+    copied = copy.deepcopy(dict(tables))
+    for benchmark in copied["benchmarks"]:
         for model in (benchmark["dense"], *(one for scheme in benchmark["schemes"] for one in scheme["rows"].values())):
             del model["cost"]
-    return found
+    return copied
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_have_the_same_benchmark(done: Any, small: Path) -> None:
     out, _ = done
     lock = benchmark_folder(out, str(small)) / "onptq" / ".lock"
@@ -208,11 +217,11 @@ def test_two_processes_cannot_have_the_same_benchmark(done: Any, small: Path) ->
 # --- tables and goals -----------------------------------------------------------------------------------------------------
 
 
-def verdicts(**found: str) -> dict[str, Any]:
+def verdicts(**by_measure: str) -> dict[str, Any]:
     values = {"better": (-2, -3, -1), "worse": (2, 1, 3), "open": (-1, -2, 1), "same": (0, 0, 0)}
     return {
         name: dict(zip(("value", "low", "high"), values[verdict], strict=True)) | {"verdict": verdict}
-        for name, verdict in found.items()
+        for name, verdict in by_measure.items()
     }
 
 
@@ -272,39 +281,45 @@ def test_a_goal_is_met_where_every_interval_excludes_zero() -> None:
 @pytest.mark.parametrize("verdict", ["open", "same", "worse"])
 def test_one_method_that_is_not_shown_to_be_worse_misses_the_goal_and_is_named(verdict: str) -> None:
     one = standing()
-    found = standing(differences=one.differences | {"awq": one.differences["awq"] | verdicts(mismatch=verdict)})
-    [missed] = [goal for goal in found.goals() if goal.outcome == "missed"]
+    changed = standing(
+        differences=dict(one.differences) | {"awq": dict(one.differences["awq"]) | verdicts(mismatch=verdict)}
+    )
+    [missed] = [goal for goal in changed.goals() if goal.outcome == "missed"]
     assert missed.goal == "lowest mismatch"
-    assert "not shown against awq (" in missed.said
-    assert "static" not in missed.said
+    assert "not shown against awq (" in missed.evidence
+    assert "static" not in missed.evidence
 
 
 def test_kl_may_be_level_with_the_control_but_not_worse() -> None:
     one = standing()
     for verdict, expected in (("open", "met"), ("worse", "missed")):
-        found = standing(differences=one.differences | {"static": one.differences["static"] | verdicts(kl=verdict)})
-        assert outcomes(found)["KL no worse than static"] == expected
+        changed = standing(
+            differences=dict(one.differences) | {"static": dict(one.differences["static"]) | verdicts(kl=verdict)}
+        )
+        assert outcomes(changed)["KL no worse than static"] == expected
 
 
 @pytest.mark.parametrize(("task", "value"), [("read", 79.8), ("speech", 9.2)])
-def test_a_task_more_than_a_point_behind_is_told_word_errors_included(task: str, value: float) -> None:
+def test_a_task_more_than_a_point_behind_is_named_word_errors_included(task: str, value: float) -> None:
     [missed] = [
-        goal for goal in standing(ours=standing().ours | figures(**{task: value})).goals() if goal.outcome != "met"
+        goal
+        for goal in standing(ours=dict(standing().ours) | figures(**{task: value})).goals()
+        if goal.outcome != "met"
     ]
     assert missed.goal == TASKS
-    assert missed.said.startswith(f"{LABELS[task]['name']} is 1.1 points behind ({value} against ")
-    assert "of awq" in missed.said
+    assert missed.evidence.startswith(f"{LABELS[task]['name']} is 1.1 points behind ({value} against ")
+    assert "of awq" in missed.evidence
 
 
 def test_mild_schemes_ask_for_nothing_to_be_worse() -> None:
     one = standing("W8A8")
     level = verdicts(flips="open", mismatch="same", erosion="open", kl="open", average="open")
-    found = outcomes(standing("W8A8", differences={"awq": level, "static": level}))
-    assert found == {
+    level_outcomes = outcomes(standing("W8A8", differences={"awq": level, "static": level}))
+    assert level_outcomes == {
         f"{name} no worse than any other method": "met"
         for name in ("mismatch", "erosion", "flips", "KL", "average score")
     }
-    worse = outcomes(standing("W8A8", differences=one.differences | {"awq": level | verdicts(average="worse")}))
+    worse = outcomes(standing("W8A8", differences=dict(one.differences) | {"awq": level | verdicts(average="worse")}))
     assert [goal for goal, outcome in worse.items() if outcome == "missed"] == [
         "average score no worse than any other method"
     ]
@@ -313,29 +328,33 @@ def test_mild_schemes_ask_for_nothing_to_be_worse() -> None:
 def test_a_goal_is_open_until_every_method_is_measured() -> None:
     assert set(outcomes(standing(missing=["gptq"])).values()) == {"open", "met"}
     assert outcomes(standing(missing=["gptq"]))["KL no worse than static"] == "met"
-    taken = standing(ours=standing().ours | figures(critical_flips=10))
+    taken = standing(ours=dict(standing().ours) | figures(critical_flips=10))
     [goal] = [goal for goal in taken.goals() if goal.goal == "lowest margin flips"]
-    assert (goal.outcome, "not measured yet: awq, static" in goal.said) == ("open", True)
+    assert (goal.outcome, "not measured yet: awq, static" in goal.evidence) == ("open", True)
 
 
-def test_the_order_in_which_two_were_begun_does_not_turn_a_difference_around(
-    done: Any, small: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_the_order_of_two_models_does_not_turn_their_difference_around(done: Any, small: Path, tmp_path: Path) -> None:
     out, tables = done
     report = report_of(out, small)
     opposite = {"better": "worse", "worse": "better"}
     for pair in report["pairs"]:
         pair["first"], pair["second"] = pair["second"], pair["first"]
         pair["verdicts"] = {name: opposite.get(verdict, verdict) for name, verdict in pair["verdicts"].items()}
-        for found in pair["differences"].values():
-            if found["value"] is not None:
-                found["value"], found["low"], found["high"] = -found["value"], -found["high"], -found["low"]
+        for interval in pair["differences"].values():
+            if interval["value"] is not None:
+                interval["value"], interval["low"], interval["high"] = (
+                    -interval["value"],
+                    -interval["high"],
+                    -interval["low"],
+                )
     home = tmp_path / benchmark_folder(out, str(small)).name
     home.mkdir()
     (home / "report.json").write_text(json.dumps(report))
     assert collect(tmp_path, "tried", [str(small)], ["W4A8"], METHODS) == tables
 
 
+@pytest.mark.slow
 def test_the_table_has_the_best_method_of_a_column_in_bold_and_others_beside_it(
     done: Any, small: Path, tmp_path: Path
 ) -> None:
@@ -369,6 +388,16 @@ def test_the_table_has_the_best_method_of_a_column_in_bold_and_others_beside_it(
     assert any(line.startswith("Not measured yet: ") and line.endswith("W4A8 (static, uniform).") for line in lines)
 
 
+@pytest.mark.slow
+def test_a_figure_shows_every_method_in_every_scheme(done: Any, tmp_path: Path) -> None:
+    _, tables = done
+    suite_figures.draw(tables, "kl", tmp_path / "suite.svg")
+    svg = (tmp_path / "suite.svg").read_text()
+    for text in ("W4A8", "on-policy KL, nats", *METHODS):
+        assert f">{text}<" in svg
+    assert "onptq#1" not in svg
+
+
 # --- the command ----------------------------------------------------------------------------------------------------------
 
 
@@ -378,8 +407,8 @@ def unit(scheme: str, values: Mapping[str, float], others: Mapping[str, str]) ->
         f"{name}:{scheme}": {"label": name, "of_the_suite": True, "figures": figures(mismatch=value)}
         for name, value in values.items()
     }
-    found = {f"{name}:{scheme}": {"mismatch": {"verdict": verdict}} for name, verdict in others.items()}
-    return {"scheme": scheme, "rows": rows, "differences": {f"onptq:{scheme}": found}}
+    differences = {f"{name}:{scheme}": {"mismatch": {"verdict": verdict}} for name, verdict in others.items()}
+    return {"scheme": scheme, "rows": rows, "differences": {f"onptq:{scheme}": differences}}
 
 
 def test_at_a_glance_counts_verdicts_and_means_only_what_all_benchmarks_have() -> None:
@@ -403,15 +432,15 @@ def call(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_the_command_runs_a_suite_and_says_where_its_tables_are(tmp_path: Path) -> None:
+def test_the_command_runs_a_suite_and_prints_where_its_tables_are(tmp_path: Path) -> None:
     out = tmp_path / "out"
     chosen = ("--methods", "rtn", "--tasks", "answer", "--items", 4, "--prompts", 2, "--out", out)
     result = call("smoke", *chosen)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1] == f"Tables: {out / 'suite.md'}"
-    said = " ".join(result.stdout.split())
-    assert "Only 4 items in a task and 2 prompts: intervals from so few are too narrow" in said
-    assert SUITES["smoke"].caveats[0] in said
+    printed = " ".join(result.stdout.split())
+    assert "Only 4 items in a task and 2 prompts: intervals from so few are too narrow" in printed
+    assert SUITES["smoke"].caveats[0] in printed
     tables = json.loads((out / "suite.json").read_text())
     [benchmark] = tables["benchmarks"]
     assert (benchmark["model"], benchmark["items"], benchmark["prompts"]) == ("zoo:qwen2.5-vl", {"answer": 4}, 2)
@@ -435,7 +464,7 @@ def test_the_command_runs_a_suite_and_says_where_its_tables_are(tmp_path: Path) 
         (["smoke", "--models", "zoo:qwen2.5"], "unknown model 'zoo:qwen2.5'"),
     ],
 )
-def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, arguments: list[str], expected: str) -> None:
+def test_the_command_refuses_unknown_names(tmp_path: Path, arguments: list[str], expected: str) -> None:
     result = call(*arguments, "--out", tmp_path / "out")
     assert (result.exit_code, result.stdout) == (2, "")
     assert expected in " ".join(result.stderr.split())
@@ -452,7 +481,7 @@ def test_a_model_that_is_not_installed_is_named_before_anything_runs(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_cannot_be_used_is_noticed_before_anything_is_drawn(
+def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*given: object) -> None:
@@ -465,14 +494,14 @@ def test_a_place_that_cannot_be_used_is_noticed_before_anything_is_drawn(
     assert "is a file; expected a folder" in " ".join(result.stderr.split())
 
 
-def test_material_that_cannot_be_drawn_is_named_before_any_benchmark_runs(
+def test_data_that_cannot_be_drawn_are_named_before_any_benchmark_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
     chosen = ("--models", "zoo:qwen2.5-vl,zoo:qwen2.5-omni", "--methods", "rtn", "--tasks", "answer")
     result = call("smoke", *chosen, "--out", tmp_path / "out")
     assert result.exit_code == 2
-    said = " ".join(result.stderr.split())
-    assert "error: zoo:qwen2.5-omni: speech needs the package espeakng-loader: pip install 'onptq[speech]'" in said
-    assert "--models runs the suite on others" in said
+    error = " ".join(result.stderr.split())
+    assert "error: zoo:qwen2.5-omni: speech needs the package espeakng-loader: pip install 'onptq[speech]'" in error
+    assert "--models runs the suite on others" in error
     assert not list(tmp_path.iterdir())

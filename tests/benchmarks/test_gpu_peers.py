@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_peers.py` in its small form: both tools get one model and one set of prompts, and the same is counted."""
+"""`benchmarks/gpu_peers.py --tiny`: both tools get the same model and prompts, and the same phases count."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,32 +18,33 @@ from onptq.data.manifest import load_manifest, manifest_digest
 from onptq.errors import OnPTQError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SCRIPTS = ("gpu_peers", "gpu_calibration", "measured_run", "floors", "pictures", "profiled")
-PEER_SCRIPTS = ("run", "material", "calibration", "quantize_autoround", "time_autoround")
+SCRIPTS = ("gpu_peers", "gpu_calibration", "measured_run", "floors", "media_prompts", "profiled", "peers_report")
+PEER_SCRIPTS = ("run", "peer_inputs", "calibration", "quantize_autoround", "time_autoround")
 AUTOROUND_PYTHON = os.environ.get("AUTOROUND_PYTHON", sys.executable)
 HAS_AUTOROUND = "AUTOROUND_PYTHON" in os.environ or importlib.util.find_spec("auto_round") is not None
 
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The scripts, as they import each other."""
+    """The scripts, imported as when they are started."""
     monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import calibration
     import gpu_peers
-    import pictures
+    import media_prompts
     import time_autoround
 
-    yield SimpleNamespace(main=gpu_peers, pictures=pictures, calibration=calibration, autoround=time_autoround)
+    yield SimpleNamespace(main=gpu_peers, prompts=media_prompts, calibration=calibration, autoround=time_autoround)
     for name in (*SCRIPTS, *PEER_SCRIPTS):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def plan(scripts: SimpleNamespace, folder: Path, *arguments: str) -> object:
+def plan(scripts: SimpleNamespace, folder: Path, *arguments: str) -> Any:
     return scripts.main.make_plan(scripts.main.parse(["--tiny", *arguments]), folder)
 
 
-def test_a_tool_that_fails_is_told_and_the_same_command_tries_only_it_again(
+@pytest.mark.slow
+def test_a_tool_that_fails_is_reported_and_the_same_command_runs_only_it_again(
     scripts: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python, out, folder = tmp_path / "python", tmp_path / "result.json", tmp_path / "work"
@@ -60,10 +62,10 @@ def test_a_tool_that_fails_is_told_and_the_same_command_tries_only_it_again(
     assert ours["peak_bytes"] > 2**20
     assert ours["settings"]["scheme"] == report["scheme"] == "W4A16"
     assert {"torch", "transformers"} <= report["versions"].keys()
-    assert not list(folder.glob("run-*"))  # a checkpoint of gigabytes does not stay
+    assert not list(folder.glob("run-*"))  # nothing of the run is left
     (material,) = folder.glob("material-*")
     count = ours["settings"]["data"]["prompts"]
-    drawn = scripts.pictures.draw_prompts("qwen2.5-vl", count, report["media_tokens"])
+    drawn = scripts.prompts.draw_prompts("qwen2.5-vl", count, report["media_tokens"])
     assert manifest_digest(load_manifest(material / "prompts.jsonl")) == manifest_digest(drawn)
     assert "failed" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""`benchmarks/low_bit_products.py` in its small form, and that it sees products that are wrong."""
+"""`benchmarks/low_bit_products.py --tiny`, and that wrong GEMMs show."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from onptq.quantizer.numerics import quantize_tokens
 CPU = torch.device("cpu")
 
 
-def test_every_product_is_timed_and_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "found.json"
+def test_every_gemm_is_timed_and_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "result.json"
     assert products.main(["--tiny", "--rows", "1", "20", "--out", str(out)]) == 0
-    found = json.loads(out.read_text())["products"]
-    assert [len(rows) for rows in found.values()] == [2] * 4
-    for row in (row for rows in found.values() for row in rows):
+    by_linear = json.loads(out.read_text())["products"]
+    assert [len(rows) for rows in by_linear.values()] == [2] * 4
+    for row in (row for rows in by_linear.values() for row in rows):
         assert row["not_finite"] == 0
         assert 0 < row["largest_difference"] < torch.finfo(torch.float16).eps
         assert all(seconds > 0 for seconds in row["seconds"].values())
@@ -31,23 +31,23 @@ def test_every_product_is_timed_and_right(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("row", [0, -1])
-def test_wrong_values_are_found_among_the_first_and_the_last_rows(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_values_show_among_the_first_and_the_last_rows(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "CHECKED", 4)
     torch.manual_seed(0)
     linear = products.random_linear(16, 32, torch.float16, CPU)
     x = torch.randn(12, 32).half()
-    codes, step = quantize_tokens(x, 8)
+    codes, scale = quantize_tokens(x, 8)
     right = linear(x)
-    assert products.errors(right, codes, step.view(-1, 1), linear)["not_finite"] == 0
+    assert products.errors(right, codes, scale.view(-1, 1), linear)["not_finite"] == 0
     wrong = right.clone()
     wrong[row, 3] = float("nan")
-    assert products.errors(wrong, codes, step.view(-1, 1), linear)["not_finite"] == 1
+    assert products.errors(wrong, codes, scale.view(-1, 1), linear)["not_finite"] == 1
     wrong[row, 3] = right.abs().max() * 4
-    assert products.errors(wrong, codes, step.view(-1, 1), linear)["largest_difference"] > 2
+    assert products.errors(wrong, codes, scale.view(-1, 1), linear)["largest_difference"] > 2
 
 
-def test_products_without_a_single_number_are_counted_too() -> None:
+def test_a_gemm_without_a_finite_value_is_counted() -> None:
     linear = products.random_linear(16, 32, torch.float16, CPU)
-    codes, step = quantize_tokens(torch.randn(12, 32).half(), 8)
-    found = products.errors(torch.full((12, 16), float("nan")), codes, step.view(-1, 1), linear)
-    assert found == {"not_finite": 12 * 16, "largest_difference": 0.0}
+    codes, scale = quantize_tokens(torch.randn(12, 32).half(), 8)
+    wrong = products.errors(torch.full((12, 16), float("nan")), codes, scale.view(-1, 1), linear)
+    assert wrong == {"not_finite": 12 * 16, "largest_difference": 0.0}

@@ -1,4 +1,4 @@
-"""`benchmarks/peers`: other tools get the prompts, responses and tensors our methods calibrate on, and are started as asked."""
+"""`benchmarks/peers`: other tools get our prompts, responses and tensors, and the right command lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,51 +31,54 @@ QUIET = QuietReporter()
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The scripts, as they import each other."""
+    """The scripts, imported as when they are started."""
     monkeypatch.syspath_prepend(str(PEERS))
     import calibration
-    import material
+    import peer_inputs
     import run
 
-    yield SimpleNamespace(run=run, material=material, calibration=calibration)
-    for name in ("run", "material", "calibration"):
+    yield SimpleNamespace(run=run, inputs=peer_inputs, calibration=calibration)
+    for name in ("run", "peer_inputs", "calibration"):
         monkeypatch.delitem(sys.modules, name)
 
 
-def parsed(peers: SimpleNamespace, *arguments: str) -> object:
+def parsed(peers: SimpleNamespace, *arguments: str) -> Any:
     return peers.run.make_plan(peers.run.parse_arguments([*arguments, "--out", "out", "--environments", "venvs"]))
 
 
-def test_peers_get_the_prompts_that_compare_builds_its_candidates_with(peers: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("manifest", [False, True], ids=["embedded", "manifest"])
+def test_peers_get_the_calibration_prompts_of_our_candidates(
+    peers: SimpleNamespace, small: Path, tmp_path: Path, manifest: bool
+) -> None:
     recipe = Recipe.preset("default", {"data.prompts": 3, "data.holdout": 2})
-    given = peers.run.calibration_prompts(find_source("zoo:qwen2.5-vl"), None, recipe, QUIET)
-    peers.material.write_prompts(given, tmp_path)
+    model, calibration = (str(small), small / "prompts.jsonl") if manifest else ("zoo:qwen2.5-vl", None)
+    prompts = peers.run.candidates_prompts(find_source(model), calibration, recipe, QUIET)
+    peers.inputs.write_prompts(prompts, tmp_path)
     read = load_manifest(tmp_path / "prompts.jsonl")
     assert len(read) == 3
-    command = ["compare", "zoo:qwen2.5-vl", "smoothquant:W4A16@default", "--tasks", "none", "--prompts", "1", "--quiet"]
+    command = ["compare", model, "smoothquant:W4A16@default", "--tasks", "none", "--prompts", "1", "--quiet"]
     command += ["--set", "data.prompts=3", "--set", "data.holdout=2", "--out", str(tmp_path / "compared")]
-    assert CliRunner().invoke(app, command).exit_code == 0
+    command += ["--manifest", str(calibration), "--calibration", str(calibration)] if manifest else []
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
     (identity,) = tmp_path.glob("compared/**/candidates/*/identity.json")
     assert manifest_digest(read) == json.loads(identity.read_text())["calibration"]
 
 
-def test_the_default_preset_decides_how_many_prompts_there_are(peers: SimpleNamespace, small: Path) -> None:
-    recipe = Recipe.preset("default", {"data.prompts": 4, "data.holdout": 2})
-    given = peers.run.calibration_prompts(find_source(small), small / "prompts.jsonl", recipe, QUIET)
-    assert [prompt.id for prompt in given] == [prompt.id for prompt in load_manifest(small / "prompts.jsonl")][:4]
+def test_the_default_preset_decides_how_many_prompts_there_are(peers: SimpleNamespace) -> None:
     assert peers.run.parse_arguments(["--out", "x"]).preset == "default"
 
 
-def test_a_folder_without_prompts_of_its_own_asks_for_a_manifest(peers: SimpleNamespace, small: Path) -> None:
-    with pytest.raises(OnPTQError, match="--calibration PROMPTS is needed"):
-        peers.run.calibration_prompts(find_source(small), None, Recipe.preset("default"), QUIET)
+def test_a_folder_without_prompts_of_its_own_needs_a_manifest(peers: SimpleNamespace, small: Path) -> None:
+    with pytest.raises(OnPTQError, match="need --calibration PROMPTS"):
+        peers.run.candidates_prompts(find_source(small), None, Recipe.preset("default"), QUIET)
 
 
-def test_peers_read_the_tensors_and_responses_that_our_methods_see(
+def test_peers_read_the_tensors_and_responses_of_our_methods(
     peers: SimpleNamespace, small: Path, tmp_path: Path
 ) -> None:
     source, prompts = find_source(small), load_manifest(small / "prompts.jsonl")[:3]
-    peers.material.write_material(source, prompts, RESPONSE_TOKENS, tmp_path, QUIET)
+    peers.inputs.write_material(source, prompts, RESPONSE_TOKENS, tmp_path, QUIET)
     processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
     policy = load_policy(source, "W4A8", dtype="float32")
     inputs = [processor(prompt) for prompt in prompts]
@@ -92,18 +96,18 @@ def test_peers_read_the_tensors_and_responses_that_our_methods_see(
         assert torch.equal(policy.embed(response), whole.sequence.embeds[one.length :])
 
 
-def test_material_that_is_whole_is_kept_and_that_of_another_run_is_refused(
+def test_whole_material_is_used_again_and_that_of_another_run_is_refused(
     peers: SimpleNamespace, small: Path, tmp_path: Path
 ) -> None:
     source, prompts = find_source(small), load_manifest(small / "prompts.jsonl")
-    peers.material.write_material(source, prompts[:2], 2, tmp_path, QUIET)
+    peers.inputs.write_material(source, prompts[:2], 2, tmp_path, QUIET)
     responses = tmp_path / "responses.jsonl"
     assert all(len(json.loads(line)["tokens"]) <= 2 for line in responses.read_text().splitlines())
     written = responses.stat().st_mtime_ns
-    peers.material.write_material(source, prompts[:2], 2, tmp_path, QUIET)
+    peers.inputs.write_material(source, prompts[:2], 2, tmp_path, QUIET)
     assert responses.stat().st_mtime_ns == written
     with pytest.raises(OnPTQError, match="material of another run"):
-        peers.material.write_material(source, prompts[:3], 2, tmp_path, QUIET)
+        peers.inputs.write_material(source, prompts[:3], 2, tmp_path, QUIET)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,7 @@ def test_a_peer_is_started_in_its_own_environment_with_the_scheme(
     assert (PEERS / f"{tool}.txt").is_file()
 
 
-def test_the_scoring_command_holds_every_peer_against_ours_at_the_same_scheme(peers: SimpleNamespace) -> None:
+def test_the_scoring_command_compares_every_peer_with_ours_in_the_same_scheme(peers: SimpleNamespace) -> None:
     plan = parsed(peers, "--scheme", "W4A16", "--peers", "gptq,autoround,autoround-best")
     out = Path("out").absolute() / "W4A16"
     assert plan.score_command("default", 300, 96) == [
@@ -141,7 +145,7 @@ def test_the_scoring_command_holds_every_peer_against_ours_at_the_same_scheme(pe
     ]
 
 
-def test_unknown_and_unable_peers_are_refused_with_those_that_can(peers: SimpleNamespace) -> None:
+def test_unknown_and_unsuitable_peers_are_refused_with_those_that_can(peers: SimpleNamespace) -> None:
     with pytest.raises(OnPTQError, match=r"unknown peer 'gptqq' \(did you mean gptq\?\); expected of rtn, gptq, awq"):
         parsed(peers, "--peers", "gptqq")
     with pytest.raises(OnPTQError, match=r"autoround cannot write W4A8; of the peers rtn, gptq, awq, smoothquant"):
@@ -196,6 +200,7 @@ def test_a_checkpoint_appears_only_when_it_is_whole(peers: SimpleNamespace, smal
     assert (out / "tokenizer.json").read_bytes() == (small / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_environment_is_made_once_for_its_requirements(peers: SimpleNamespace, tmp_path: Path) -> None:
     requirements, folder = tmp_path / "tool.txt", tmp_path / "venv"
     requirements.write_text("# nothing\n")
@@ -204,4 +209,4 @@ def test_an_environment_is_made_once_for_its_requirements(peers: SimpleNamespace
     assert python.exists()
     python.unlink()
     peers.run.make_environment(folder, requirements)
-    assert not python.exists()  # taken as it is
+    assert not python.exists()  # used without a look inside

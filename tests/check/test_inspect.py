@@ -6,23 +6,23 @@ import json
 from pathlib import Path
 
 import pytest
+from checkpoint_models import Checkpoints, copied, defects, edited, notes, run
 from conftest import FAMILIES, MULTIMODAL
-from inspect_bed import Bed, copied, defects, edited, notes, run
 
-from onptq.check.defects import inspect_folder
+from onptq.check.static import inspect_folder
 from onptq.checkpoint.quantization import Numbers, parse_quantization
 
 SCHEMES = ("W8A8", "W4A16", "W4A16-g32-asym", "W4A8", "W4A6", "W3A16-g32")
 
 
 @pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
-    return Bed(tmp_path_factory.mktemp("inspect"))
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("inspect"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_dense_checkpoint_is_sound(bed: Bed, family: str) -> None:
-    inspection = inspect_folder(bed.dense(family))
+def test_a_dense_checkpoint_is_sound(checkpoints: Checkpoints, family: str) -> None:
+    inspection = inspect_folder(checkpoints.dense(family))
     assert inspection.findings == ()
     assert inspection.description.quantization is None
     assert inspection.description.unchecked is None, "names and shapes were held against the model"
@@ -30,8 +30,8 @@ def test_a_dense_checkpoint_is_sound(bed: Bed, family: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", MULTIMODAL)
-def test_our_own_exports_are_sound(bed: Bed, family: str, scheme: str) -> None:
-    inspection = inspect_folder(bed.exported(family, scheme))
+def test_our_own_exports_are_sound(checkpoints: Checkpoints, family: str, scheme: str) -> None:
+    inspection = inspect_folder(checkpoints.exported(family, scheme))
     assert inspection.findings == ()
     assert inspection.description.family == family
     assert inspection.description.unchecked is None
@@ -39,18 +39,18 @@ def test_our_own_exports_are_sound(bed: Bed, family: str, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_our_own_text_models_are_sound(bed: Bed, family: str) -> None:
-    assert inspect_folder(bed.exported(family, "W4A8")).findings == ()
+def test_our_own_text_models_are_sound(checkpoints: Checkpoints, family: str) -> None:
+    assert inspect_folder(checkpoints.exported(family, "W4A8")).findings == ()
 
 
-def test_shards_and_a_tied_head_are_no_defects(bed: Bed) -> None:
-    folder = bed.exported("qwen2.5-vl", "W4A16", shard_bytes=100_000, tie=True)
+def test_shards_and_a_tied_head_are_no_defects(checkpoints: Checkpoints) -> None:
+    folder = checkpoints.exported("qwen2.5-vl", "W4A16", shard_bytes=100_000, tie=True)
     assert len(list(folder.glob("model-*.safetensors"))) > 2
     assert inspect_folder(folder).findings == ()
 
 
-def test_it_names_parts_formats_maker_companions_and_servers(bed: Bed) -> None:
-    folder = bed.exported("qwen2.5-omni", "W4A8")
+def test_it_names_parts_formats_maker_companions_and_servers(checkpoints: Checkpoints) -> None:
+    folder = checkpoints.exported("qwen2.5-omni", "W4A8")
     it = inspect_folder(folder).description
     assert it.architecture == "Qwen2_5OmniModel"
     assert set(it.model_classes) == {
@@ -75,10 +75,10 @@ def test_it_names_parts_formats_maker_companions_and_servers(bed: Bed) -> None:
     assert {row.switch for row in it.serving} >= {"--linear-backend humming"}
 
 
-def test_no_server_is_named_for_a_format_nobody_tried(bed: Bed, tmp_path: Path) -> None:
+def test_no_server_is_named_for_a_format_nobody_tried(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """W4A8 one value a byte is served otherwise than packed."""
-    assert inspect_folder(bed.exported("qwen3-vl", "W4A8")).description.serving
-    folder = copied(bed.exported("qwen3-vl", "W8A8"), tmp_path / "it")
+    assert inspect_folder(checkpoints.exported("qwen3-vl", "W4A8")).description.serving
+    folder = copied(checkpoints.exported("qwen3-vl", "W8A8"), tmp_path / "it")
     with edited(folder / "config.json") as config:
         config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
     inspection = inspect_folder(folder)
@@ -88,8 +88,8 @@ def test_no_server_is_named_for_a_format_nobody_tried(bed: Bed, tmp_path: Path) 
     assert defects(folder) == []
 
 
-def test_a_recipe_says_that_llm_compressor_made_it(bed: Bed, tmp_path: Path) -> None:
-    folder = copied(bed.exported("qwen3-vl", "W8A8"), tmp_path / "it")
+def test_a_recipe_says_that_llm_compressor_made_it(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = copied(checkpoints.exported("qwen3-vl", "W8A8"), tmp_path / "it")
     (folder / "README.md").unlink()
     (folder / "recipe.yaml").write_text("default_stage:\n  default_modifiers:\n    GPTQModifier: {ignore: []}\n")
     makers = inspect_folder(folder).description.makers
@@ -162,8 +162,8 @@ def test_only_plain_integers_are_called_by_a_scheme() -> None:
     assert scheme() == "None"
 
 
-def test_the_command_prints_and_exits_with_what_it_found(bed: Bed, tmp_path: Path) -> None:
-    sound = bed.exported("qwen2.5-vl", "W4A8")
+def test_the_command_prints_and_exits_with_what_it_found(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    sound = checkpoints.exported("qwen2.5-vl", "W4A8")
     result = run(sound)
     assert result.exit_code == 0, result.output
     assert "no defects found" in result.output
@@ -197,8 +197,10 @@ def test_what_is_no_checkpoint_is_a_usage_error(tmp_path: Path, what: str) -> No
     assert "it" in result.output
 
 
-def test_a_model_that_transformers_does_not_know_is_described_all_the_same(bed: Bed, tmp_path: Path) -> None:
-    folder = copied(bed.exported("qwen2.5-vl", "W8A8"), tmp_path / "it")
+def test_a_model_that_transformers_does_not_know_is_described_all_the_same(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = copied(checkpoints.exported("qwen2.5-vl", "W8A8"), tmp_path / "it")
     with edited(folder / "config.json") as config:
         config |= {"architectures": ["NobodysModel"], "model_type": "nobody"}
     inspection = inspect_folder(folder)

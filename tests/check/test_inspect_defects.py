@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from inspect_bed import Bed, copied, defects, edited, exact_names, found, notes, rewrite, set_ignore
+from checkpoint_models import Checkpoints, copied, defects, edited, exact_names, notes, rewrite, set_ignore, what
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from onptq.check.config_checks import stored_dtype
+from onptq.check.inspected import open_inspected
 from onptq.checkpoint.folder import INDEX, read_folder
 
 UP = "model.layers.0.mlp.up_proj"
@@ -21,19 +23,19 @@ Damage = Callable[[str, str], Path]
 
 
 @pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
-    return Bed(tmp_path_factory.mktemp("inspect"))
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("inspect"))
 
 
 @pytest.fixture
-def copy(bed: Bed, tmp_path: Path) -> Damage:
+def copy(checkpoints: Checkpoints, tmp_path: Path) -> Damage:
     """`copy("qwen2.5-vl", "W8A8")`: a sound export, to be damaged."""
-    return lambda family, scheme: copied(bed.exported(family, scheme), tmp_path / "it")
+    return lambda family, scheme: copied(checkpoints.exported(family, scheme), tmp_path / "it")
 
 
 @pytest.fixture
-def sharded(bed: Bed, tmp_path: Path) -> Path:
-    return copied(bed.exported("qwen2.5-vl", "W4A16", shard_bytes=200_000), tmp_path / "it")
+def sharded(checkpoints: Checkpoints, tmp_path: Path) -> Path:
+    return copied(checkpoints.exported("qwen2.5-vl", "W4A16", shard_bytes=200_000), tmp_path / "it")
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -45,8 +47,8 @@ def test_exact_names_that_change_at_run_time(copy: Damage, family: str, count: i
     names = exact_names(folder)
     set_ignore(folder, names)
     assert defects(folder) == ["ignored-under-other-names"]
-    assert found(folder, "ignored-under-other-names").startswith(f"{count} dense linears")
-    assert "visual.blocks.0.attn.qkv on disk is" in found(folder, "ignored-under-other-names") or family != "qwen2.5-vl"
+    assert what(folder, "ignored-under-other-names").startswith(f"{count} dense linears")
+    assert "visual.blocks.0.attn.qkv on disk is" in what(folder, "ignored-under-other-names") or family != "qwen2.5-vl"
 
 
 def test_exact_names_that_stay_the_same_are_fine(copy: Damage) -> None:
@@ -65,14 +67,14 @@ def test_quantized_linears_that_are_ignored(copy: Damage) -> None:
     folder = copy("qwen2.5-vl", "W4A16")
     set_ignore(folder, ["re:.*lm_head", "re:.*visual.*", "re:.*layers\\.1\\.mlp.*"])
     assert defects(folder) == ["quantized-but-ignored", "ignored-on-disk"]
-    assert found(folder, "quantized-but-ignored").startswith("3 linears")
+    assert what(folder, "quantized-but-ignored").startswith("3 linears")
 
 
 def test_ignore_patterns_that_match_nothing(copy: Damage) -> None:
     folder = copy("qwen2.5-vl", "W4A16")
     set_ignore(folder, ["re:.*lm_head", "re:.*visual.*", "re:vision_tower.*", "model.visuals.merger"])
     assert defects(folder) == ["ignore-matches-nothing"]
-    assert found(folder, "ignore-matches-nothing").endswith(": re:vision_tower.*, model.visuals.merger")
+    assert what(folder, "ignore-matches-nothing").endswith(": re:vision_tower.*, model.visuals.merger")
 
 
 # --- config against tensors --------------------------------------------------------------------------------------------
@@ -84,12 +86,12 @@ def test_quantized_tensors_without_a_word_in_the_config(copy: Damage, scheme: st
     with edited(folder / "config.json") as config:
         del config["quantization_config"]
     assert defects(folder) == ["undeclared-quantization"]
-    assert found(folder, "undeclared-quantization").startswith("14 modules")
+    assert what(folder, "undeclared-quantization").startswith("14 modules")
 
 
-def test_a_dense_checkpoint_that_says_it_is_quantized(bed: Bed, copy: Damage) -> None:
+def test_a_dense_checkpoint_that_says_it_is_quantized(checkpoints: Checkpoints, copy: Damage) -> None:
     folder = copy("qwen3-vl", "W4A16")
-    (folder / "model.safetensors").write_bytes((bed.dense("qwen3-vl") / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").write_bytes((checkpoints.dense("qwen3-vl") / "model.safetensors").read_bytes())
     assert defects(folder) == ["no-quantized-tensors"]
 
 
@@ -106,7 +108,7 @@ def test_sizes_in_the_config_that_are_not_those_of_the_tensors(copy: Damage, key
     with edited(folder / "config.json") as config:
         config["text_config"][key] = value
     assert set(defects(folder)) <= {"wrong-shapes", "wrong-weight-shape"}
-    assert tensor in found(folder, "wrong-shapes")
+    assert tensor in what(folder, "wrong-shapes")
 
 
 def test_fewer_layers_on_disk_than_in_the_config(copy: Damage) -> None:
@@ -114,7 +116,7 @@ def test_fewer_layers_on_disk_than_in_the_config(copy: Damage) -> None:
     with edited(folder / "config.json") as config:
         config["text_config"]["num_hidden_layers"] = 3
     assert defects(folder) == ["missing-tensors"]
-    assert "layers.2" in found(folder, "missing-tensors")
+    assert "layers.2" in what(folder, "missing-tensors")
 
 
 def cut_scale(tensors: dict[str, Tensor]) -> None:
@@ -138,7 +140,7 @@ def test_parts_of_a_packed_weight_that_do_not_fit(copy: Damage, damage: Callable
     folder = copy("qwen2.5-vl", "W4A16-g32-asym")
     rewrite(folder, damage)
     assert defects(folder) == ["wrong-shapes"]
-    assert UP in found(folder, "wrong-shapes")
+    assert UP in what(folder, "wrong-shapes")
 
 
 def test_another_group_size_than_the_scales_have(copy: Damage) -> None:
@@ -146,7 +148,7 @@ def test_another_group_size_than_the_scales_have(copy: Damage) -> None:
     with edited(folder / "config.json") as config:
         config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 16
     assert defects(folder) == ["wrong-shapes"]
-    assert "and 27 more" in found(folder, "wrong-shapes"), "scales and zero points of 14 linears"
+    assert "and 27 more" in what(folder, "wrong-shapes"), "scales and zero points of 14 linears"
 
 
 def test_a_weight_shape_that_is_not_the_weight_s(copy: Damage) -> None:
@@ -162,7 +164,7 @@ def test_scales_that_cannot_be(copy: Damage, value: float, name: str) -> None:
     folder = copy("qwen2.5-vl", "W8A8")
     rewrite(folder, lambda tensors: tensors[f"{UP}.weight_scale"][3].fill_(value))
     assert defects(folder) == [name]
-    assert f"{UP}.weight_scale" in found(folder, name)
+    assert f"{UP}.weight_scale" in what(folder, name)
 
 
 def as_gptq(folder: Path, method: str) -> None:
@@ -196,7 +198,7 @@ def test_gptq_and_awq_shapes_are_checked_too(copy: Damage, method: str) -> None:
     with edited(folder / "config.json") as config:
         config["quantization_config"]["quant_method"] = "awq" if method == "gptq" else "gptq"
     assert defects(folder) == ["wrong-shapes"]
-    assert "qweight" in found(folder, "wrong-shapes")
+    assert "qweight" in what(folder, "wrong-shapes")
 
 
 # --- files -------------------------------------------------------------------------------------------------------------
@@ -235,8 +237,8 @@ def test_a_truncated_shard(sharded: Path) -> None:
     content = shard.read_bytes()
     shard.write_bytes(content[:-10])
     assert defects(sharded) == ["truncated-shard"]
-    assert f"{len(content) - 10:,} bytes" in found(sharded, "truncated-shard")
-    assert f"describes {len(content):,}" in found(sharded, "truncated-shard")
+    assert f"{len(content) - 10:,} bytes" in what(sharded, "truncated-shard")
+    assert f"describes {len(content):,}" in what(sharded, "truncated-shard")
 
 
 def test_a_shard_that_is_no_safetensors_file(sharded: Path) -> None:
@@ -255,13 +257,19 @@ def test_no_weights_at_all(sharded: Path) -> None:
     assert "no-weights" in defects(sharded)
 
 
-def test_a_tensor_in_two_shards(sharded: Path) -> None:
-    first, second = shard_names(sharded)[:2]
-    one, two = load_file(sharded / first), load_file(sharded / second)
+def store_twice(folder: Path) -> str:
+    """Put a tensor of the first shard into the second one too; its name."""
+    first, second = shard_names(folder)[:2]
+    one, two = load_file(folder / first), load_file(folder / second)
     name = next(iter(one))
-    save_file(two | {name: one[name]}, sharded / second, metadata={"format": "pt"})
+    save_file(two | {name: one[name]}, folder / second, metadata={"format": "pt"})
+    return name
+
+
+def test_a_tensor_in_two_shards(sharded: Path) -> None:
+    name = store_twice(sharded)
     assert defects(sharded) == ["tensor-twice"]
-    assert name in found(sharded, "tensor-twice")
+    assert name in what(sharded, "tensor-twice")
 
 
 def test_of_two_tensors_of_one_name_the_index_s_is_described(sharded: Path) -> None:
@@ -306,7 +314,7 @@ def test_a_tower_without_some_of_its_tensors(copy: Damage, name: str) -> None:
     folder = copy("qwen2.5-vl", "W4A16")
     rewrite(folder, lambda tensors: tensors.pop(f"visual.merger.{name}"))
     assert defects(folder) == ["missing-tensors"]
-    assert found(folder, "missing-tensors").endswith(f": model.visual.merger.{name}")
+    assert what(folder, "missing-tensors").endswith(f": model.visual.merger.{name}")
 
 
 # --- config.json -------------------------------------------------------------------------------------------------------
@@ -331,7 +339,27 @@ def test_a_dtype_that_the_tensors_do_not_have(copy: Damage) -> None:
         key = next(key for key in ("dtype", "torch_dtype") if key in config)
         config[key] = "float32"
     assert defects(folder) == ["wrong-dtype"]
-    assert found(folder, "wrong-dtype") == "config.json says float32, the unquantized tensors are bfloat16"
+    assert what(folder, "wrong-dtype") == "config.json says float32, the unquantized tensors are bfloat16"
+
+
+def test_the_dtype_is_that_of_unquantized_modules(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Codes may be stored as floats beside their scales: more bytes than all dense tensors have."""
+    folder = copied(checkpoints.exported("qwen2.5-vl", "W8A8", ffn=1024), tmp_path / "it")
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith(".weight_scale")]:
+            name = key.removesuffix("_scale")
+            tensors[name] = tensors[name].float()
+
+    rewrite(folder, widen)
+    inspected = open_inspected(folder)
+    assert set(inspected.quantized_modules.values()) == {"dense with scales"}
+    sizes = dict.fromkeys(("F32", "BF16"), 0)
+    for tensor in inspected.checkpoint.tensors.values():
+        sizes[tensor.dtype] += tensor.nbytes
+    assert sizes["F32"] > sizes["BF16"]
+    assert stored_dtype(inspected) == "bfloat16"
+    assert defects(folder) == []
 
 
 def rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -362,10 +390,10 @@ def test_a_config_that_makes_no_model(copy: Damage) -> None:
     with edited(folder / "config.json") as config:
         config["text_config"]["hidden_act"] = "none such"
     assert defects(folder) == ["config-does-not-build"]
-    assert "none such" in found(folder, "config-does-not-build")
+    assert "none such" in what(folder, "config-does-not-build")
 
 
-def test_a_picture_token_that_the_tokenizer_calls_otherwise(copy: Damage) -> None:
+def test_an_image_token_that_the_tokenizer_calls_otherwise(copy: Damage) -> None:
     folder = copy("qwen2.5-vl", "W4A16")
     with edited(folder / "config.json") as config:
         config["image_token_id"] += 1
@@ -401,8 +429,8 @@ def test_quantized_embeddings(copy: Damage) -> None:
     assert defects(folder) == ["quantized-embeddings"]
 
 
-def test_a_tied_head_that_is_stored_as_well(bed: Bed, tmp_path: Path) -> None:
-    folder = copied(bed.exported("qwen2.5-vl", "W8A8", tie=True), tmp_path / "it")
+def test_a_tied_head_that_is_stored_as_well(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = copied(checkpoints.exported("qwen2.5-vl", "W8A8", tie=True), tmp_path / "it")
     assert notes(folder) == []
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     assert defects(folder) == []
@@ -411,10 +439,10 @@ def test_a_tied_head_that_is_stored_as_well(bed: Bed, tmp_path: Path) -> None:
     assert "quantized-head" in defects(folder)
 
 
-def test_an_untied_head_that_is_not_stored(bed: Bed, tmp_path: Path) -> None:
+def test_an_untied_head_that_is_not_stored(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """What is left when a config written anew has lost tie_word_embeddings."""
-    folder = copied(bed.exported("qwen2.5-vl", "W8A8", tie=True), tmp_path / "it")
+    folder = copied(checkpoints.exported("qwen2.5-vl", "W8A8", tie=True), tmp_path / "it")
     with edited(folder / "config.json") as config:
         config["tie_word_embeddings"] = False
     assert defects(folder) == ["missing-tensors"]
-    assert found(folder, "missing-tensors").endswith("lm_head.weight")
+    assert what(folder, "missing-tensors").endswith("lm_head.weight")

@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 import onptq
 from onptq.check.examine import Examination, examine, verify_export
 from onptq.check.trial import (
-    Answered,
+    Agreement,
+    Answer,
     agreement,
     check_logits,
     compare_logits,
@@ -38,7 +39,7 @@ from onptq.recipe import Recipe
 from onptq.run import run_home
 from onptq.zoo.random import write_random
 
-STATIC = ["files", "tensors", "shapes", "values", "ignore list"]
+STATIC = ["files", "tensors", "config", "quantization", "shapes", "values"]
 SHARD = "model.safetensors"
 Folder = Callable[[str, str], Path]
 
@@ -121,7 +122,7 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_says_it(
 ) -> None:
     good = command(quantized("qwen2.5-vl", "W8A8"), "--against", tiny("qwen2.5-vl").folder, "--device", "cpu")
     assert good.exit_code == 0, good.output
-    assert "qwen2.5-vl-W8A8: all 11 checks passed" in good.output
+    assert "qwen2.5-vl-W8A8: all 12 checks passed" in good.output
     assert "FAIL" not in good.output
     folder = broken()
     (folder / "tokenizer_config.json").unlink()
@@ -174,20 +175,24 @@ def test_what_only_the_source_has_is_missing_and_what_neither_has_is_not(
     broken: Callable[..., Path], tiny: Callable[[str], Tiny], tmp_path: Path
 ) -> None:
     folder, source = broken("qwen2.5-omni", "W4A8"), tiny("qwen2.5-omni").folder
-    assert failed(look(folder)) == {"files": "missing: spk_dict.pt"}  # its config says that it speaks
+    assert failed(look(folder)) == {"files": "missing-speakers: no spk_dict.pt"}  # its config says that it speaks
     assert failed(look(folder, source)) == {}
     (folder / "generation_config.json").unlink()
-    assert failed(look(folder, source)) == {"files": "missing: generation_config.json"}
+    assert failed(look(folder, source)) == {
+        "files": "missing-generation-config: no generation_config.json; missing-speakers, as in the source"
+    }
 
 
-@pytest.mark.parametrize("size", [0, 100, -1000])
-def test_truncated_shards_are_found(broken: Callable[..., Path], size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "name"), [(0, "unreadable-shard"), (100, "unreadable-shard"), (-1000, "truncated-shard")]
+)
+def test_truncated_shards_are_found(broken: Callable[..., Path], size: int, name: str) -> None:
     folder = broken()
     whole = (folder / SHARD).read_bytes()
     (folder / SHARD).write_bytes(whole[:size])
     found = look(folder)
     assert list(failed(found)) == ["tensors"]
-    assert "truncated" in failed(found)["tensors"]
+    assert failed(found)["tensors"].startswith(f"{name}: ")
     assert [check.name for check in found.checks] == ["files", "tensors"]
 
 
@@ -204,7 +209,7 @@ def test_scales_that_are_not_finite_are_found(broken: Callable[..., Path]) -> No
     key = "model.layers.1.mlp.up_proj.weight_scale"
     rewrite(folder, lambda tensors: tensors[key].__setitem__((3, 0), torch.nan))
     wrong = failed(look(folder))
-    assert wrong["values"] == f"NaN or infinity in 1 tensors: {key}"
+    assert wrong["values"] == f"scales-not-finite: 1 scale tensors hold NaN or infinity: {key}"
     assert wrong["logits: image"].startswith("not finite at")
     assert wrong["question: text"] == "gives logits that are not finite"
 
@@ -231,7 +236,8 @@ def test_a_tower_that_transformers_takes_for_quantized_is_found(broken: Callable
     exact = ["lm_head", *(f"visual.blocks.{block}.attn.{name}" for block in range(2) for name in ("qkv", "proj"))]
     reconfigure(folder, lambda config: config["quantization_config"].update(ignore=exact))  # names as they are on disk
     wrong = failed(look(folder))
-    assert list(wrong) == ["reload"]  # and mended by the reader, the rest of it is sound
+    assert list(wrong) == ["quantization", "reload"]  # loaded with the towers dense, the rest of it is sound
+    assert wrong["quantization"].startswith("ignored-under-other-names: ")
     assert "visual" in wrong["reload"]
     assert "the ignore list does not name them as transformers does" in wrong["reload"]
 
@@ -255,13 +261,13 @@ def test_activations_quantized_in_a_tower_are_found(broken: Callable[..., Path])
     assert "modules outside the language model carry one: model.visual.blocks.0.attn.qkv" in wrong["schemes"]
 
 
-def test_ignore_patterns_that_match_nothing_are_told_and_no_failure(broken: Callable[..., Path]) -> None:
+def test_ignore_patterns_that_match_nothing_are_found(broken: Callable[..., Path]) -> None:
     folder = broken()
     reconfigure(folder, lambda config: config["quantization_config"]["ignore"].append(r"re:.*vision_tower\..*"))
-    found = look(folder)
-    assert failed(found) == {}
-    [ignored] = [check.seen for check in found.checks if check.name == "ignore list"]
-    assert ignored == r"1 of 3 match no tensor: re:.*vision_tower\..*"
+    wrong = failed(look(folder))
+    assert list(wrong) == ["quantization"]
+    assert wrong["quantization"].startswith("ignore-matches-nothing: 1 ignore patterns")
+    assert wrong["quantization"].endswith(r": re:.*vision_tower\..*")
 
 
 def test_a_model_that_has_nothing_to_do_with_the_dense_one_fails(
@@ -298,15 +304,15 @@ def test_a_run_refuses_to_end_with_a_folder_that_lacks_a_file(
     folder, source = broken(), tiny("qwen2.5-vl").source
     (folder / "preprocessor_config.json").unlink()
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    with pytest.raises(OnPTQError, match=r"files: missing: preprocessor_config.json"):
+    with pytest.raises(OnPTQError, match=r"files: missing-processor: no preprocessor_config.json"):
         verify_export(folder, source, tiny("qwen2.5-vl").processor, [], [], [], **options)
 
 
 # --- judgement ------------------------------------------------------------------------------------------------------
 
 
-def said(*tokens: int, text: str = "words", finite: bool = True) -> Answered:
-    return Answered("text", tokens, text, finite)
+def said(*tokens: int, text: str = "words", finite: bool = True) -> Answer:
+    return Answer("text", tokens, text, finite)
 
 
 def test_degenerate_answers_are_told_from_short_and_repetitive_ones() -> None:
@@ -326,6 +332,8 @@ def test_what_the_dense_model_does_too_is_excused_but_never_nan() -> None:
     assert excused.passed
     assert "so does the dense model" in excused.seen
     assert not judge_answers([nan], [nan])[0].passed
+    assert not judge_answers([nan], [empty])[0].passed, "another fault of the dense model's"
+    assert not judge_answers([empty], [nan])[0].passed, "NaN of the dense model excuses nothing"
 
 
 def test_agreement_is_what_a_plain_computation_gives() -> None:
@@ -344,6 +352,24 @@ def test_agreement_is_what_a_plain_computation_gives() -> None:
     prior = 10 * torch.randn(1, 50, generator=generator)  # words that both prefer everywhere are no agreement
     assert agreement(dense + prior, torch.randn(20, 50, generator=generator) + prior).broken
     assert agreement(dense, prior.expand(20, 50)).broken
+
+
+@pytest.mark.parametrize(
+    ("correlation", "argmax", "chance", "broken"),
+    [
+        (0.9, 0.9, 0.1, False),
+        (0.24, 0.9, 0.1, True),
+        (float("nan"), 0.9, 0.1, True),
+        (0.9, 0.1, 0.1, True),
+        (0.9, 0.05, 0.1, True),
+        (0.9, 0.6, 0.7, False),
+    ],
+    ids=["alike", "unrelated", "nan", "by chance", "less than by chance", "one choice nearly everywhere"],
+)
+def test_agreement_needs_a_correlation_and_more_equal_choices_than_chance_gives(
+    correlation: float, argmax: float, chance: float, broken: bool
+) -> None:
+    assert Agreement(9, correlation, 0.1, argmax, chance).broken == broken
 
 
 def test_logits_that_say_nothing_are_refused() -> None:
@@ -372,6 +398,6 @@ def test_an_omni_model_that_speaks_needs_its_speakers(tmp_path: Path) -> None:
     folder = write_random("qwen2.5-omni", tmp_path / "omni", prompts=1)
     source = find_source(folder)
     PromptProcessor.from_folder(folder, source.family, source.config)
-    assert failed(look(folder)) == {"files": "missing: spk_dict.pt"}
+    assert failed(look(folder)) == {"files": "missing-speakers: no spk_dict.pt"}
     (folder / "spk_dict.pt").write_bytes(b"not a pickle")  # and nobody opens it
     assert failed(look(folder)) == {}

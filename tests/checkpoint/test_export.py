@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +24,21 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from onptq.check.reload import Verification, check_modules, hold_against, logits_of
+from onptq.check.reload import Verification, check_modules, compare_with_graph, logits_of
 from onptq.checkpoint import companions as output_folder
 from onptq.checkpoint.folder import open_source
 from onptq.checkpoint.load import load_model
-from onptq.checkpoint.names import LINEARS, find_decoder
+from onptq.checkpoint.names import LINEARS, find_decoder, matches
+from onptq.checkpoint.provenance import Provenance
 from onptq.checkpoint.source import open_checkpoint
-from onptq.checkpoint.write import compress_linear, quantization_config, storage_format, write_checkpoint
+from onptq.checkpoint.write import (
+    check_exportable,
+    compress_linear,
+    output_bytes,
+    quantization_config,
+    storage_format,
+    write_checkpoint,
+)
 from onptq.errors import OnPTQError
 from onptq.models import FAMILIES
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
@@ -51,8 +61,8 @@ def load(folder: Path, dtype: torch.dtype) -> nn.Module:
     return load_model(open_checkpoint(str(folder)), dtype)
 
 
-def verify(folder: Path, inputs: list, expected: list[Tensor], *, dtype: torch.dtype, **options) -> Verification:
-    return hold_against(load(folder, dtype), folder, inputs, expected, dtype=dtype, **options)
+def verify(folder: Path, inputs: list, expected: list[Tensor], *, dtype: torch.dtype, **options: Any) -> Verification:
+    return compare_with_graph(load(folder, dtype), folder, inputs, expected, dtype=dtype, **options)
 
 
 # --- tiny models of the real architectures --------------------------------------------------------------------------
@@ -60,7 +70,7 @@ def verify(folder: Path, inputs: list, expected: list[Tensor], *, dtype: torch.d
 
 def tiny_model(model: str) -> nn.Module:
     ids = {"vision_start_token_id": START, "vision_end_token_id": END}
-    text = {
+    text: dict[str, Any] = {
         "hidden_size": WIDTH,
         "intermediate_size": 384,
         "num_hidden_layers": LAYERS,
@@ -73,7 +83,13 @@ def tiny_model(model: str) -> nn.Module:
         "eos_token_id": 2,
     }
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
-    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": WIDTH}
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": WIDTH,
+    }
     if model == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**text))
     if model == "qwen3-vl":
@@ -111,7 +127,7 @@ def write_source(model: str, storage: str, folder: Path) -> Path:
     with torch.no_grad():
         for parameter in tiny.parameters():
             parameter.mul_(3) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
-    tiny.to(STORAGE[storage]).save_pretrained(folder)
+    tiny.to(STORAGE[storage]).save_pretrained(folder)  # type: ignore[operator]
     if model.endswith("-full"):
         nest_in_omni(folder)
     (folder / "tokenizer.json").write_text("{}")
@@ -186,12 +202,12 @@ def folded_parts(
 
 def dequantize(linear: FoldedLinear, dtype: torch.dtype) -> Tensor:
     outputs, inputs = linear.codes.shape
-    codes = linear.codes.to(dtype).view(outputs, linear.step.shape[1], -1)
+    codes = linear.codes.to(dtype).view(outputs, linear.scale.shape[1], -1)
     zero = 0 if linear.zero is None else linear.zero.to(dtype)[..., None]
-    return ((codes - zero) * linear.step.to(dtype)[..., None]).view(outputs, inputs)
+    return ((codes - zero) * linear.scale.to(dtype)[..., None]).view(outputs, inputs)
 
 
-def quantize_activations(bits: int):
+def quantize_activations(bits: int) -> Callable[[nn.Module, tuple[Tensor]], tuple[Tensor]]:
     def hook(_module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
         step = inputs[0].abs().amax(-1, keepdim=True) / ((2**bits - 1) / 2)
         return ((inputs[0] / step).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * step,)
@@ -206,18 +222,18 @@ def reference_logits(model: str, source: Path, scheme: Scheme, dtype: torch.dtyp
         for name, part in folded_parts(source, scheme, family(model).ignore):
             module = dense.get_submodule(decoder.prefix + name)
             if isinstance(part, FoldedNorm):
-                module.weight.copy_(part.weight)
+                module.get_parameter("weight").copy_(part.weight)
                 continue
-            module.weight.copy_(dequantize(part, dtype))
+            module.get_parameter("weight").copy_(dequantize(part, dtype))
             if part.bias is not None:
-                module.bias.copy_(part.bias)
+                module.get_parameter("bias").copy_(part.bias)
             if scheme.quantizes_activations:
                 module.register_forward_pre_hook(quantize_activations(scheme.activation_bits))
         inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in example(model).items()}
         return dense(**inputs).logits.float()
 
 
-def export(model: str, source: Path, out: Path, scheme: str = "W4A8", **options) -> Path:
+def export(model: str, source: Path, out: Path, scheme: str = "W4A8", **options: Any) -> Path:
     chosen, ignore = Scheme.parse(scheme), family(model).ignore
     parts = options.pop("parts", None) or folded_parts(source, chosen, ignore)
     write_checkpoint(source, out, parts, chosen, ignore=ignore, other_models=family(model).other_models, **options)
@@ -316,9 +332,32 @@ def test_modules_outside_the_decoder_may_not_be_quantized(sources):
         if name.endswith(LINEARS) and "visual" not in name:
             module.quantization_scheme = "any"
     check_modules(model, family("qwen2.5-vl").ignore)
-    model.model.visual.blocks[0].attn.qkv.quantization_scheme = "any"
+    model.get_submodule("model.visual.blocks.0.attn.qkv").quantization_scheme = "any"  # type: ignore[assignment]
     with pytest.raises(OnPTQError, match=r"wrongly quantized \['model.visual.blocks.0.attn.qkv'\]"):
         check_modules(model, family("qwen2.5-vl").ignore)
+
+
+def test_every_linear_of_the_decoder_must_be_quantized(sources, tmp_path):
+    model = load(export("qwen2.5-vl", sources("qwen2.5-vl"), tmp_path / "out"), torch.float32)
+    check_modules(model, family("qwen2.5-vl").ignore)
+    name = "model.language_model.layers.1.mlp.up_proj"
+    del model.get_submodule(name).quantization_scheme
+    with pytest.raises(OnPTQError, match=rf"wrongly quantized \[\], left out \['{name}'\]"):
+        check_modules(model, family("qwen2.5-vl").ignore)
+
+
+def test_padding_is_not_verified(sources, tmp_path):
+    """Its logits mean nothing: here they are far from those expected, and choose other tokens."""
+    source, inputs = sources("llama"), example("llama")
+    out = export("llama", source, tmp_path / "out", "W4A16")
+    padded = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
+    padded["attention_mask"][0, 9:] = 0
+    expected = reference_logits("llama", source, Scheme(4), torch.float32)
+    expected[0, 9:] = -expected[0, 9:]
+    result = verify(out, [padded], [expected], dtype=torch.float32)
+    assert (result.max_abs_difference, result.argmax_agreement, result.states) == (0.0, 1.0, 9)
+    with pytest.raises(OnPTQError, match="differs from the folded model"):
+        verify(out, [inputs], [expected], dtype=torch.float32)
 
 
 def test_verify_refuses_other_logits(sources, tmp_path):
@@ -417,6 +456,7 @@ def test_config_is_the_sources_own_plus_the_quantization(model, sources, tmp_pat
 
 def test_quantization_config_says_what_the_scheme_says():
     config = quantization_config(Scheme.parse("W4A6"), ["re:.*lm_head"])
+    assert config is not None
     assert config["format"] == config["config_groups"]["group_0"]["format"] == "pack-quantized"
     assert config["quantization_status"] == "compressed"
     assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
@@ -428,7 +468,9 @@ def test_quantization_config_says_what_the_scheme_says():
         False,
     )
     assert (activations["num_bits"], activations["strategy"], activations["dynamic"]) == (6, "token", True)
-    grouped = quantization_config(Scheme.parse("W4A16-g128-asym"), [])["config_groups"]["group_0"]
+    config = quantization_config(Scheme.parse("W4A16-g128-asym"), [])
+    assert config is not None
+    grouped = config["config_groups"]["group_0"]
     assert (grouped["weights"]["strategy"], grouped["weights"]["group_size"]) == ("group", 128)
     assert not grouped["weights"]["symmetric"]
     assert grouped["input_activations"] is None
@@ -463,7 +505,7 @@ def test_everything_beside_the_weights_is_copied_and_a_card_is_written(sources, 
     for name in ("original", "onptq", ".git"):
         (source / name).mkdir()
         (source / name / "x").write_bytes(b"x")
-    out = export("llama", source, tmp_path / "out", "W4A6", method="rtn")
+    out = export("llama", source, tmp_path / "out", "W4A6", provenance=Provenance("rtn", "rtn"))
     assert {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} == {
         "README.md",
         "assets/voice.pt",
@@ -477,8 +519,8 @@ def test_everything_beside_the_weights_is_copied_and_a_card_is_written(sources, 
     card = (out / "README.md").read_text()
     assert card.startswith("---\nbase_model: me/base-model\n")
     assert "LlamaForCausalLM.from_pretrained" in card
-    assert "`rtn`" in card
-    assert "Simulation only: no serving kernel is known to run W4A6" in card
+    assert "Rounding to nearest (RTN)" in card
+    assert "Simulation only: no server is known to run W4A6" in card
     assert str(tmp_path) not in card
 
 
@@ -539,7 +581,7 @@ def scatter(source: Path, folder: Path) -> Path:
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
     tensors = load_file(source / "model.safetensors")
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, name in enumerate(("model-c.safetensors", "model-a.safetensors", "model-b.safetensors")):
         hand = {key: tensors[key] for key in sorted(tensors, reverse=True)[i::3]}
         save_file(hand, folder / name, {"format": "pt"})
@@ -580,14 +622,15 @@ def test_tied_embeddings_stay_tied(tmp_path):
     out = export("qwen3", tmp_path / "source", tmp_path / "out")
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
     model = load(out, torch.float32)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_folded_linear_is_let_go_before_the_next_is_asked_for(sources, tmp_path):
-    source, live, peak = sources("llama"), weakref.WeakSet(), 0
+    source, peak = sources("llama"), 0
+    live: weakref.WeakSet[FoldedLinear] = weakref.WeakSet()
 
     class Tracked(FoldedLinear):
         __hash__ = object.__hash__
@@ -596,7 +639,7 @@ def test_a_folded_linear_is_let_go_before_the_next_is_asked_for(sources, tmp_pat
         nonlocal peak
         for name, part in folded_parts(source, Scheme(4), ()):
             if isinstance(part, FoldedLinear):
-                part = Tracked(part.codes, part.step, part.zero, part.bias)
+                part = Tracked(part.codes, part.scale, part.zero, part.bias)
                 peak = max(peak, len(live) + 1)
                 live.add(part)
             yield name, part
@@ -622,15 +665,21 @@ def test_decoder_is_found_by_structure():
     assert find_decoder(both, [r"re:^thinker\..*"]).layers == 3
     with pytest.raises(OnPTQError, match=r"more than one language model.*talker.model.layers.*thinker.model.layers"):
         find_decoder(both, ())
-    with pytest.raises(OnPTQError, match=r"no language model.*candidates: audio_tower.layers"):
+    with pytest.raises(
+        OnPTQError, match=r"lack 6 tensors of the language model, e.g. audio_tower.layers.0.self_attn.k"
+    ):
         find_decoder(tower, ())
-    with pytest.raises(OnPTQError, match="no language model"):
+    with pytest.raises(
+        OnPTQError, match=r"lack 1 tensors of the language model, e.g. model.layers.1.mlp.up_proj.weight"
+    ):
         find_decoder(stack("model.") - {"model.layers.1.mlp.up_proj.weight"}, ())
     with pytest.raises(OnPTQError, match="no language model"):
         find_decoder({name for name in stack("model.", 3) if "layers.1." not in name}, ())
 
 
-def without(name: str, parts):
+def without(
+    name: str, parts: Iterable[tuple[str, FoldedLinear | FoldedNorm]]
+) -> Iterator[tuple[str, FoldedLinear | FoldedNorm]]:
     return ((key, part) for key, part in parts if key != name)
 
 
@@ -640,20 +689,21 @@ def test_folded_parts_must_cover_the_decoder_exactly(sources, tmp_path):
     parts = dict(folded_parts(source, scheme, ignore))
     query, down = "layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"
     linear = parts[query]
+    assert isinstance(linear, FoldedLinear)
 
-    def changed(**fields):
-        return FoldedLinear(
-            **({"codes": linear.codes, "step": linear.step, "zero": None, "bias": linear.bias} | fields)
-        )
+    def changed(**fields: Any) -> FoldedLinear:
+        return replace(linear, **fields)
 
     wrong = {
         r"1 of 14 decoder linears were not folded: layers.1.mlp.down_proj": without(down, parts.items()),
         r"layers.7.mlp.up_proj was folded, but": [*parts.items(), ("layers.7.mlp.up_proj", linear)],
         r"q_proj was folded twice": [*parts.items(), (query, linear)],
         r"q_proj.weight: expected shape \[256, 256\]": (parts | {query: changed(codes=linear.codes[:, 1:])}).items(),
-        r"step of .*q_proj .*: expected shape \[256, 1\]": (parts | {query: changed(step=linear.step[:1])}).items(),
-        r"step of .*torch.float32.*got torch.bfloat16": (parts | {query: changed(step=linear.step.bfloat16())}).items(),
-        r"step is not finite": (parts | {query: changed(step=linear.step * torch.nan)}).items(),
+        r"scale of .*q_proj .*: expected shape \[256, 1\]": (parts | {query: changed(scale=linear.scale[:1])}).items(),
+        r"scale of .*torch.float32.*got torch.bfloat16": (
+            parts | {query: changed(scale=linear.scale.bfloat16())}
+        ).items(),
+        r"scale is not finite": (parts | {query: changed(scale=linear.scale * torch.nan)}).items(),
         r"int8 in -8..7.*values": (parts | {query: changed(codes=linear.codes * 2)}).items(),
         r"the source has a bias": (parts | {query: changed(bias=None)}).items(),
         r"the source has no bias": (parts | {down: fold(torch.randn(256, 384), torch.ones(256), scheme)}).items(),
@@ -690,6 +740,16 @@ def test_ignore_patterns_are_held_against_the_tensors(sources, tmp_path, caplog)
     with caplog.at_level(logging.WARNING, "onptq"):
         write_checkpoint(source, tmp_path / "out", folded_parts(source, scheme, ()), scheme, ignore=["re:.*visual.*"])
     assert "re:.*visual.* matches no tensor" in caplog.text
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert ignored == ["re:.*lm_head", "re:.*visual.*"], "the head is ignored in any case"
+
+
+@pytest.mark.parametrize("pattern", ["visual.*", "re:visual.*", "re:.*visual", "re:.*proj$", "re:.*\\.0", "lm_head"])
+def test_patterns_match_from_the_beginning_of_a_name_as_compressed_tensors_matches_them(pattern):
+    from compressed_tensors.utils.match import match_name
+
+    names = ["visual.blocks.0", "model.visual.blocks.0.q_proj", "model.visual.q_proj.bias", "lm_head", "model.lm_head"]
+    assert [matches(name, pattern) for name in names] == [match_name(name, pattern) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -804,6 +864,16 @@ def test_the_room_asked_for_is_the_room_taken(scheme, sources, tmp_path, monkeyp
     assert asked[0] == pytest.approx(taken, rel=0.02)
 
 
+@pytest.mark.parametrize("scheme", ["W8A8", "W5A16-g32-asym", "W16A8"])
+def test_the_predicted_bytes_are_those_of_the_tensors(scheme, sources, tmp_path):
+    source, parsed = sources("qwen2.5-vl", "bf16"), Scheme.parse(scheme)
+    checkpoint, decoder = check_exportable(source, family("qwen2.5-vl").ignore)
+    out = export("qwen2.5-vl", source, tmp_path / "out", scheme)
+    before, after = (sum(t.nbytes for t in load_file(path / "model.safetensors").values()) for path in (source, out))
+    header = checkpoint.weight_bytes - before
+    assert output_bytes(checkpoint, decoder, parsed) == header + after
+
+
 def test_an_unwritable_destination_is_reported(sources, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OnPTQError, match=r"cannot write the checkpoint to .*file/out"):
@@ -822,14 +892,14 @@ def die(source: str, out: str, moment: str) -> None:
                 kill()
             yield item
 
-    replace = os.replace
+    move = os.replace
 
     def replace_or_die(path, target):
         if moment == "publishing" and "model-00002" in str(path):
             kill()
-        replace(path, target)
+        move(path, target)
 
-    output_folder.os.replace = replace_or_die
+    output_folder.os.replace = replace_or_die  # type: ignore[assignment]
     export("llama", Path(source), Path(out), "W4A16", parts=parts(), max_shard_bytes=300_000)
 
 

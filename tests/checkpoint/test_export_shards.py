@@ -106,7 +106,8 @@ def write_large(folder: Path) -> Path:
             shapes[f"model.layers.{layer}.{name}.weight"] = (rows, columns)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": WIDTH}
     (folder / "config.json").write_text(json.dumps(config))
-    names, weight_map = list(shapes), {}
+    names = list(shapes)
+    weight_map: dict[str, str] = {}
     for number in range(SHARDS):
         file = f"model-{number + 1:05d}-of-{SHARDS:05d}.safetensors"
         mine = names[number::SHARDS]

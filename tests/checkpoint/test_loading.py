@@ -32,7 +32,8 @@ def test_a_cpu_computes_in_float32_unless_asked_otherwise() -> None:
 
 
 def test_a_cpu_that_refuses_16_bit_products_falls_back_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, notes = torch.nn.functional.linear, []
+    linear = torch.nn.functional.linear
+    notes: list[str] = []
 
     def refuse(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.bfloat16:
@@ -92,7 +93,8 @@ def test_large_files_are_hashed_in_parts(model: Path, monkeypatch: pytest.Monkey
     whole = find_source(model).sha256()
     monkeypatch.setattr(loading, "PART", 64)
     monkeypatch.setattr(loading, "BLOCK", 16)
-    source, done = find_source(model), []
+    source = find_source(model)
+    done: list[int] = []
     before = source.sha256(done.append)
     assert before not in (whole, "")
     assert before == source.sha256()

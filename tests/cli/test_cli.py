@@ -5,15 +5,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 import onptq
-from onptq.cli import app, quantize
-from onptq.recipe import PRESETS, Recipe
+from onptq.cli import app, quantize, result, settings
+from onptq.overrides import flatten
+from onptq.recipe import PRESETS, Recipe, method_names
 
 FORBIDDEN = ("torch", "transformers", "pydantic", "pyarrow", "numpy", "yaml", "PIL")
 
@@ -57,13 +59,22 @@ def test_recipe_prints_what_the_preset_and_changes_resolve_to() -> None:
     result = call("recipe", "--preset", "paper", "--set", "method=static", "--set", "branch.horizon=8")
     assert result.exit_code == 0
     expected = Recipe.preset("paper", ["method=static", "branch.horizon=8"])
-    assert yaml.safe_load(result.stdout) == expected.model_dump()
+    assert Recipe.model_validate(yaml.safe_load(result.stdout)) == expected
+    for leaf, value in flatten(expected.model_dump()).items():
+        assert flatten(yaml.safe_load(result.stdout))[leaf] == value
+
+
+def test_recipe_prints_every_field_with_its_meaning() -> None:
+    lines = call("recipe").stdout.splitlines()
+    for name, field in [*Recipe.model_fields.items(), *Recipe().calibrate.__class__.model_fields.items()]:
+        [line] = [line for line in lines if line.strip().startswith(f"{name}:")]
+        assert isinstance(field.default, BaseModel) or field.description in line
 
 
 def test_recipe_reads_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("rounds: 5\n")
     result = call("recipe", "--recipe", tmp_path / "mine.yaml", "--set", "seed=2")
-    assert yaml.safe_load(result.stdout) == Recipe(rounds=5, seed=2).model_dump()
+    assert Recipe.model_validate(yaml.safe_load(result.stdout)) == Recipe(rounds=5, seed=2)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +100,7 @@ def test_an_invalid_recipe_exits_2_with_one_error_and_no_traceback(arguments: li
     ("arguments", "expected"),
     [
         (["--scheme", "int4", "--calibration", "p.jsonl"], "unknown scheme 'int4'"),
-        (["--method", "gptq", "--calibration", "p.jsonl"], "'onptq', 'static' or 'rtn'"),
+        (["--method", "gtpq", "--calibration", "p.jsonl"], "method = 'gtpq': unknown method (did you mean gptq?)"),
         (["--device", "tpu", "--calibration", "p.jsonl"], "compute.device = 'tpu'"),
         (["--seed", "-1", "--calibration", "p.jsonl"], "seed = -1"),
         (["--init", "magic", "--calibration", "p.jsonl"], "init = 'magic'"),
@@ -133,24 +144,38 @@ def test_without_an_out_the_run_is_named_after_model_scheme_and_method(
 
 def test_the_help_says_what_is_chosen_where_nothing_is_given() -> None:
     shown = " ".join(call("quantize", "--help").stdout.replace("│", " ").split())
-    for text in ("[default: zoo:qwen2.5-vl]", "zoo for models of the zoo, else default", "400 in all", "(W4A8)"):
+    for text in (
+        "[default: zoo:qwen2.5-vl+outliers]",
+        "zoo for models of the zoo, else default",
+        "400 in all",
+        "(W4A8)",
+    ):
         assert text in shown
 
 
-def test_the_help_names_every_start_and_that_of_every_preset() -> None:
+def test_the_help_names_the_init_of_every_preset() -> None:
     shown = CliRunner().invoke(app, ["quantize", "--help"], env={"COLUMNS": "400"}).stdout
-    *others, last = get_args(Recipe.model_fields["init"].annotation)
-    assert f"starts from: {', '.join(others)} or {last}." in shown
-    starts = {name: Recipe.preset(name).init for name in PRESETS}
-    usual = starts["default"]
-    different = [name for name, start in starts.items() if start != usual]
-    assert {starts[name] for name in different} == {"search"}
+    inits = {name: Recipe.preset(name).init for name in PRESETS}
+    usual = inits["default"]
+    different = [name for name, init in inits.items() if init != usual]
+    assert {inits[name] for name in different} == {"search"}
     assert f"the preset's: {usual}; search in {' and '.join(different)}" in shown
+
+
+@pytest.mark.parametrize("command", ["quantize", "plan"])
+def test_the_help_leads_to_every_method_and_every_init(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "400"}).stdout
+    [method] = [line for line in shown.splitlines() if " --method " in line]
+    [init] = [line for line in shown.splitlines() if " --init " in line]
+    assert "`onptq list methods`" in method
+    assert "`onptq list methods`" in init
+    listed = call("list", "methods").stdout.split()
+    assert [name for name in method_names() if name not in listed and name not in method] == []
 
 
 def test_set_wins_over_a_named_option() -> None:
     options = {"scheme": "W4A16", "method": "static", "seed": None}
-    recipe = quantize.resolve_recipe("light", None, options, ["scheme=W8A8"])
+    recipe = settings.resolve_recipe("light", None, options, ["scheme=W8A8"])
     assert (recipe.scheme, recipe.method, recipe.calibrate.gamma, recipe.rounds) == ("W8A8", "static", 0, 1)
 
 
@@ -161,7 +186,8 @@ def test_an_interrupt_exits_130_and_says_how_to_go_on(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quantize, "resolve_recipe", interrupted)
+    for module in (quantize, settings):
+        monkeypatch.setattr(module, "resolve_recipe", interrupted)
     result = call(command, *(["model", "--out", tmp_path] if command == "quantize" else []))
     assert result.exit_code == 130
     assert ("the same command continues" in result.stderr) is continues
@@ -171,7 +197,7 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(quantize, "resolve_recipe", broken)
+    monkeypatch.setattr(settings, "resolve_recipe", broken)
     assert isinstance(call("recipe").exception, ZeroDivisionError)
 
 
@@ -198,27 +224,33 @@ def test_the_overview_shows_what_the_summary_has_and_leaves_out_the_rest() -> No
         "scheme": "W4A8",
         "method": "onptq",
         "holdout": {
+            "rtn": {"mismatch_percent": 30, "erosion": 5, "kl": 1},
             "initial": {"mismatch_percent": 22.3, "erosion": 4.19, "kl": 0.843},
-            "final": {"mismatch_percent": 1.22, "erosion": 0.179, "kl": None},
+            "calibrated": {"mismatch_percent": 1.22, "erosion": 0.179, "kl": None},
+            "final": {"mismatch_percent": 22.3, "erosion": 4.19, "kl": 0.843},
         },
-        "helped": False,
+        "choice": {
+            "kept": "init",
+            "mismatch": {"value": -21.08, "low": -25, "high": -17.5},
+            "kl": {"value": 0.1, "low": None, "high": None},
+        },
         "rounds": [{"best_step": 3, "steps": 4}, {"best_step": 0, "steps": 4}],
         "seconds": {"Follow 1": 1.25, "Calibrate 1": 30, "Follow 2": 2},
         "checkpoint": {"bytes": 3 * 2**30},
     }
-    assert dict(quantize.overview(summary, Path("out"))) == {
+    assert dict(result.overview(summary, Path("out"))) == {
         "scheme": "W4A8",
         "method": "onptq",
-        "held-out changed decisions": "22.30% -> 1.22% (initial -> calibrated)",
-        "held-out margin erosion": "4.1900 -> 0.1790 (initial -> calibrated)",
+        "held-out changed decisions": ("22.30% -> 1.22% (init -> calibrated; -21.08% [-25.00%, -17.50%], better)"),
+        "held-out margin erosion": "4.1900 -> 0.1790 (init -> calibrated)",
         "held-out KL to dense": "0.84300",
-        "calibration helped": "no",
-        "best theta": "round 1: step 3 of 4, round 2: the initial one, none of 4 steps was better",
+        "weights kept": "those of the init: calibration did not help",
+        "best theta": "round 1: step 3 of 4, round 2: the init, none of 4 steps was better",
         "time": "33 s (Follow 3.2, Calibrate 30.0)",
         "weights": "3.00 GiB",
         "checkpoint": "out",
         "run files": "out-run (hold the prompts: do not upload them)",
     }
     always = {"checkpoint": "out", "run files": "out-run (hold the prompts: do not upload them)"}
-    assert dict(quantize.overview({}, "out")) == always
-    assert dict(quantize.overview({"holdout": {"initial": None}, "seconds": 3}, "out")) == always
+    assert dict(result.overview({}, "out")) == always
+    assert dict(result.overview({"holdout": {"initial": None}, "seconds": 3}, "out")) == always

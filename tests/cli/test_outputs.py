@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from test_bank import CONTRACT
 
 import onptq
+from onptq.data.calibration import split
 from onptq.data.manifest import load_manifest
 from onptq.data.prompts import Prompt
 from onptq.models.structure import LINEARS, NORMS
@@ -34,6 +35,7 @@ ROUNDS, CALIBRATION, HOLDOUT, TOKENS, HORIZON = 2, 5, 3, 8, 4
 CHANGES = {
     "rounds": ROUNDS,
     "seed": 11,
+    "init_steps": 4,
     "data.prompts": CALIBRATION,
     "data.holdout": HOLDOUT,
     "follow.max_tokens": TOKENS,
@@ -60,7 +62,7 @@ HELD_OUT_FILES = ("holdout_trajectories.parquet", "holdout.parquet")
 
 @pytest.fixture(scope="module")
 def model(tiny: Callable[[str], Tiny]) -> Tiny:
-    return tiny("qwen2.5-omni")  # pictures and sounds
+    return tiny("qwen2.5-omni")  # images and audio
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,8 @@ def columns(path: Path) -> dict[str, np.ndarray]:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return pq.read_table(path).to_pylist()
+    table: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return table
 
 
 def bank(run: Path, k: int) -> dict[str, np.ndarray]:
@@ -92,7 +95,7 @@ def bank(run: Path, k: int) -> dict[str, np.ndarray]:
 
 def states_files(run: Path) -> list[tuple[Path, Path]]:
     """Every table of states with the trajectories it visits."""
-    held_out = [run_home(run) / part for part in ("rounds/0", "rounds/1", "final")]
+    held_out = [run_home(run) / part for part in ("rounds/0", "rounds/1", "final", "rtn/final")]
     rounds = [run_home(run) / f"rounds/{k}" for k in range(ROUNDS)]
     return [(folder / "holdout.parquet", folder / "holdout_trajectories.parquet") for folder in held_out] + [
         (folder / "bank.parquet", folder / "trajectories.parquet") for folder in rounds
@@ -112,7 +115,8 @@ def test_the_files_of_a_run_are_these_and_no_others(run: Path, model: Tiny) -> N
         "prompts.parquet",
         "init.safetensors",
     }
-    expected |= {f"final/{name}" for name in HELD_OUT_FILES}
+    expected |= {f"{part}/{name}" for part in ("final", "rtn/final") for name in HELD_OUT_FILES}
+    expected |= {"final/choice.json"}
     expected |= {f"rounds/{k}/{name}" for k in range(ROUNDS) for name in (*ROUND_FILES, *HELD_OUT_FILES)}
     home = run_home(run)
     assert home == run.with_name(f"{run.name}-run")
@@ -122,9 +126,25 @@ def test_the_files_of_a_run_are_these_and_no_others(run: Path, model: Tiny) -> N
     assert not [name for name in checkpoint if name.startswith(".")]
 
 
+def test_the_checkpoint_folder_holds_nothing_of_the_prompts(run: Path, model: Tiny) -> None:
+    """What one uploads: no text, id, media, hash or path of a prompt, and no answer."""
+    prompts = load_manifest(model.manifest)[: CALIBRATION + HOLDOUT]
+    texts = {part["text"] for one in prompts for turn in one.messages for part in turn["content"] if "text" in part}
+    media = [one for prompt in prompts for one in (*prompt.images, *prompt.audios)]
+    private = {text.encode() for text in texts if len(text) > 8}
+    private |= {one.sha256.encode() for one in media} | {one.read()[:200] for one in media}
+    private |= {str(place).encode() for place in (model.folder, model.manifest, run.parent)}
+    assert len(private) > CALIBRATION
+    for path in run.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        assert [text for text in private if text in content] == [], path
+        assert path.suffix not in (".parquet", ".jsonl")
+
+
 def test_the_sums_are_those_of_the_files_that_are_there(run: Path) -> None:
     home = run_home(run)
-    sums = dict(reversed(line.split("  ")) for line in (home / "SHA256SUMS").read_text().splitlines())
+    lines = (home / "SHA256SUMS").read_text().splitlines()
+    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
     unsummed = {".lock", "SHA256SUMS", "log.jsonl"}
     assert sums.keys() == {str(p.relative_to(home)) for p in home.rglob("*") if p.is_file() and p.name not in unsummed}
     assert {name: hashlib.sha256((home / name).read_bytes()).hexdigest() for name in sums} == sums
@@ -136,6 +156,7 @@ def test_the_document_names_every_file_and_every_column() -> None:
     files = {
         *ROUND_FILES,
         *HELD_OUT_FILES,
+        "choice.json",
         "recipe.yaml",
         "summary.json",
         "log.jsonl",
@@ -187,7 +208,7 @@ def test_the_summary_is_counted_from_the_tables(run: Path) -> None:
     summary = json.loads((run_home(run) / "summary.json").read_text())
     assert summary.keys() >= {"scheme", "method", "model", "prompts", "rounds", "holdout", "checkpoint", "seconds"}
     tables = [(summary["rounds"][k], bank(run, k)) for k in range(ROUNDS)]
-    for name, part in (("initial", "rounds/0"), ("final", "final")):
+    for name, part in (("rtn", "rtn/final"), ("initial", "rounds/0"), ("final", "final")):
         tables.append((summary["holdout"][name], columns(run_home(run) / f"{part}/holdout.parquet")))
     for figures, states in tables:
         assert figures["states"] == len(states["t"])
@@ -236,10 +257,11 @@ def test_the_log_is_json_lines_with_time_and_event(run: Path) -> None:
 def test_the_prompts_table_says_exactly_what_went_in(run: Path, model: Tiny) -> None:
     table = pq.read_table(run_home(run) / "prompts.parquet")
     assert names(table) == PROMPTS
-    given = load_manifest(model.manifest)[: CALIBRATION + HOLDOUT]
-    for row, prompt in zip(table.to_pylist(), given, strict=True):
+    given = load_manifest(model.manifest)
+    chosen, held_out = split(given, prompts=CALIBRATION, holdout=HOLDOUT, share=0.125, seed=11)
+    for row, prompt in zip(table.to_pylist(), [*chosen, *held_out], strict=True):
         assert (row["ordinal"], row["id"]) == (prompt.ordinal, prompt.id)
-        assert row["role"] == ("calibration" if prompt.ordinal < CALIBRATION else "holdout")
+        assert row["role"] == ("calibration" if prompt in chosen else "holdout")
         assert row["input_ids"] == model.processor(prompt).input_ids[0].tolist()
         for kind in ("images", "audios"):
             assert len(row[kind]) == len(getattr(prompt, kind))
@@ -352,14 +374,19 @@ def test_theta_has_a_vector_per_pair_a_step_ratio_per_row_and_what_its_codes_nee
     tall = {"q_proj": hidden, "k_proj": wide["v_o"], "v_proj": wide["v_o"], "o_proj": hidden}
     tall |= {"gate_proj": ffn, "up_proj": ffn, "down_proj": hidden}
     layers = range(config["num_hidden_layers"])
-    scales = {f"smoothing/layers.{n}.{pair}": (width,) for n in layers for pair, width in wide.items()}
-    settled = {}
+    scales: dict[str, tuple[int, ...]] = {
+        f"smoothing/layers.{n}.{pair}": (width,) for n in layers for pair, width in wide.items()
+    }
+    settled: dict[str, tuple[int, ...]] = {}
     for layer in layers:
         for name, (parent, _) in LINEARS.items():
             path, rows = f"layers.{layer}.{parent}.{name}", (tall[name], 1)
             columns = wide[PAIR_INTO[name]] * (heads // kv if name == "o_proj" else 1)
             scales[f"ratio/{path}"] = settled[f"step/{path}"] = rows
             settled[f"halved/{path}"] = tall[name], columns // 2
+    updates = [json.loads((run_home(run) / f"rounds/{k}/update.json").read_text()) for k in range(ROUNDS)]
+    best = [update["best_step"] for update in updates]
+    moved = {f"rounds/{k}/theta.safetensors" for k in range(ROUNDS) if any(best[: k + 1])}
     for name in ("init.safetensors", *(f"rounds/{k}/theta.safetensors" for k in range(ROUNDS))):
         theta = load_file(run_home(run) / name)
         assert {key: tuple(tensor.shape) for key, tensor in theta.items()} == scales | settled
@@ -367,7 +394,7 @@ def test_theta_has_a_vector_per_pair_a_step_ratio_per_row_and_what_its_codes_nee
             assert tensor.dtype == (torch.uint8 if key.startswith("halved/") else torch.float32)
             assert bool(tensor.isfinite().all())
         ratios = [tensor for key, tensor in theta.items() if key.startswith("ratio/")]
-        assert any(bool(ratio.any()) for ratio in ratios) == (name != "init.safetensors"), "they count from the step"
+        assert any(bool(ratio.any()) for ratio in ratios) == (name in moved), "they count from the step"
 
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")

@@ -17,7 +17,8 @@ from naive import EXACT, WEIGHT_ONLY, WITH_ACTIVATIONS, Scene, decoder_forwards,
 
 from onptq.bank import AGREE, States
 from onptq.cycle import branch as branching
-from onptq.cycle.branch import Forest, branch, grow
+from onptq.cycle import compare as comparison
+from onptq.cycle.branch import Forest, branch, continuations
 from onptq.cycle.compare import compare, padded_responses
 from onptq.cycle.follow import follow
 from onptq.engine.prefixes import Prefixes
@@ -127,7 +128,9 @@ def test_the_tree_grows_the_tokens_of_naive_branches(
             continue
         forest = Forest.of(batch, planted.states, [np.array([row for row, *_ in one], np.int64) for one in mine])
         response = padded_responses(batch, {one.prompt: one for one in planted.trajectories})
-        tokens = grow(planted.policy, batch, planted.prefixes.at_response(index, "Q", response), forest, HORIZON)
+        tokens = continuations(
+            planted.policy, batch, planted.prefixes.at_response(index, "Q", response), forest, HORIZON
+        )
         reference, competitor = tokens.chunk(2, dim=2)  # [B, H, N / 2]
         for row, one in enumerate(mine):
             for place, (_, prompt, t) in enumerate(one):
@@ -189,13 +192,43 @@ def test_a_forest_cut_into_small_pieces_gives_the_same_result(
     tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
     planted = Planted(scene(tiny("qwen3-vl"), *WITH_ACTIVATIONS), batches="one")
-    whole, pieces = planted.branch(horizon=HORIZON), []
+    whole = planted.branch(horizon=HORIZON)
+    pieces: list[int] = []
     monkeypatch.setattr(branching, "TREE_TOKENS", tokens)
     cut = planted.branch(horizon=HORIZON, advance=pieces.append)
     assert len(pieces) > 1
     assert sum(pieces) == len(planted.candidates)
     np.testing.assert_array_equal(cut.horizon, whole.horizon)
     np.testing.assert_allclose(cut.consequence, whole.consequence, rtol=0, atol=1e-7)
+
+
+def test_no_row_of_a_forest_is_longer_than_its_limit(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Branch tokens of a row attend to one another, so a long row costs quadratically."""
+    planted = Planted(scene(tiny("qwen3-vl"), *WITH_ACTIVATIONS), batches="one")
+    whole, pairs = planted.branch(horizon=HORIZON), 2
+    most = max(sum(prompt == one.prompt for _, prompt, _ in planted.candidates) for one in planted.trajectories)
+    assert most > pairs
+    monkeypatch.setattr(branching, "ROW_TOKENS", pairs * 2 * HORIZON)
+    with decoder_forwards(planted.policy) as forwards:
+        cut = planted.branch(horizon=HORIZON)
+    assert max(width for _, width in forwards) == pairs * 2 * HORIZON
+    np.testing.assert_array_equal(cut.horizon, whole.horizon)
+    np.testing.assert_allclose(cut.consequence, whole.consequence, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_few_rows_of_logits_at_a_time_give_the_naive_branches(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Both of Q's continuations and of D's divergences go through the head in chunks."""
+    planted = Planted(scene(tiny("qwen2.5-vl"), *WEIGHT_ONLY))
+    assert len(planted.candidates) > 2 * rows
+    monkeypatch.setattr(comparison, "LOGIT_BYTES", 4 * 2 * rows * planted.policy.vocabulary)
+    assert comparison.state_rows(planted.policy.vocabulary) == rows
+    assert comparison.state_rows(planted.policy.vocabulary, models=1) == 2 * rows
+    planted.check(HORIZON)
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
@@ -285,7 +318,7 @@ def test_a_branch_token_sees_its_prompt_its_prefix_and_its_own_branch(
     start = data.draw(st.integers(0, depth - 1))
     mask = forest.mask(batch, cached, start, depth)
     queries = [(level, own) for level in range(start, depth) for own in range(forest.branches)]
-    keys = [("prompt", slot, None) for slot in range(batch.width)]
+    keys: list[tuple[str, int, int | None]] = [("prompt", slot, None) for slot in range(batch.width)]
     keys += [("response", u, None) for u in range(1, cached + 1)]
     keys += [("branch", level, own) for level in range(depth) for own in range(forest.branches)]
     assert mask.shape == (len(batch.prompts), 1, len(queries), len(keys))
@@ -315,3 +348,29 @@ def test_a_branch_token_stands_where_a_response_token_in_its_place_would(
         response = prompt.extended(ids, torch.zeros(len(ids), 1)).positions[:, prompt.length :]  # [A, cached + depth]
         expected = [response[:, int(t) - 1 + level] for level in range(depth) for t in forest.state[row]]
         assert torch.equal(positions[:, row], torch.stack(expected, dim=1))
+
+
+def test_every_state_is_branched_where_it_is_asked_for(tiny: Callable[[str], Tiny]) -> None:
+    planted = Planted(scene(tiny("qwen2.5-vl"), *WEIGHT_ONLY))
+    every = planted.branch(horizon=HORIZON, everywhere=True)
+    agreed = np.flatnonzero(every.kind == AGREE)
+    assert len(agreed)
+    for row in agreed:
+        prompt, t = int(every.prompt[row]), int(every.t[row])
+        fork = planted.scenery.fork(prompt, t, HORIZON)
+        assert every.horizon[row] == fork.horizon(HORIZON, planted.eos)
+        assert every.consequence[row] == pytest.approx(fork.consequence(HORIZON, planted.eos, "js"), abs=1e-5)
+    some = planted.branch(horizon=HORIZON)
+    assert np.array_equal(every.consequence[every.candidates], some.consequence[some.candidates])
+    assert not some.horizon[agreed].any()
+
+
+def test_the_forced_tokens_may_count_as_one_state_that_differs_wholly(tiny: Callable[[str], Tiny]) -> None:
+    plain = Planted(scene(tiny("qwen2.5-vl"), *WEIGHT_ONLY))
+    planted = Planted(plain.scenery, eos=find_stops(plain))
+    without, counted = (planted.branch(horizon=HORIZON, count_forced=forced) for forced in (False, True))
+    rows = np.flatnonzero(without.candidates)
+    assert (without.horizon[rows] == 0).any()
+    expected = (without.consequence[rows] * without.horizon[rows] + math.log(2)) / (without.horizon[rows] + 1)
+    np.testing.assert_allclose(counted.consequence[rows], expected, rtol=1e-6)
+    assert np.array_equal(counted.horizon, without.horizon)

@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import oracles
 import pytest
 import torch
-from conftest import FAMILIES, MULTIMODAL, Tiny
-from naive import EXACT, WEIGHT_ONLY, WITH_ACTIVATIONS, Scene, decoder_forwards, deployed_rounding, scene, without_ties
+from conftest import FAMILIES, MULTIMODAL, Tiny, encode_one
+from naive import (
+    EXACT,
+    WEIGHT_ONLY,
+    WITH_ACTIVATIONS,
+    Scene,
+    decoder_forwards,
+    deployed_rounding,
+    make_policy,
+    next_logits,
+    random_theta,
+    scene,
+    without_ties,
+)
 
 from onptq.bank import AGREE, MISMATCH, NEAR_MISS, States, Trajectory
 from onptq.cycle import compare as comparison
@@ -17,6 +30,7 @@ from onptq.cycle.calibrate import calibrate
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
 from onptq.cycle.risk import score, select
+from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.quantizer.policy import Policy
 from onptq.recipe import CalibrateConfig, RiskConfig, SelectConfig
@@ -112,6 +126,39 @@ def test_a_small_chunk_of_logits_at_a_time_gives_the_same_states(
         np.testing.assert_array_equal(getattr(in_chunks, name), getattr(at_once, name))
     for name in NUMBERS:
         np.testing.assert_allclose(getattr(in_chunks, name), getattr(at_once, name), rtol=0, atol=1e-9)
+
+
+def test_a_model_of_its_own_is_compared_by_its_own_embeddings_and_head(tiny: Callable[[str], Tiny]) -> None:
+    """As checkpoints of other tools are: Q's embeddings and head may differ from D's."""
+    checkpoint = tiny("llama")
+    dense, other = (make_policy(checkpoint, "W4A16", torch.float64) for _ in "DQ")
+    other.freeze(random_theta(other), keep="floats")
+    noise = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for module in (other.structure.embedding, other.structure.head):
+            scale = module.weight.std()
+            module.weight.add_(0.2 * scale * torch.randn(module.weight.shape, generator=noise, dtype=torch.float64))
+    prompts = {prompt.ordinal: checkpoint.processor(prompt) for prompt in load_manifest(checkpoint.manifest)[:3]}
+    ours, theirs = (
+        Prefixes(policy, [encode_one(policy, one, ordinal) for ordinal, one in prompts.items()], max_tokens=4)
+        for policy in (dense, other)
+    )
+    trajectories = follow(theirs)
+    states = compare(ours, trajectories, quantized=theirs)
+    by_prompt = {one.prompt: one.tokens for one in trajectories}
+    for row in range(len(states)):
+        inputs, prefix = prompts[int(states.prompt[row])], by_prompt[int(states.prompt[row])][: states.t[row] - 1]
+        z = next_logits(dense, "D", inputs, prefix), next_logits(other, "Q", inputs, prefix)
+        reference, quantized = oracles.eq3_actions(*z)
+        competitor = oracles.eq4_competitor(z[1], reference)
+        assert (states.reference[row], states.quantized[row], states.competitor[row]) == (
+            reference,
+            quantized,
+            competitor,
+        )
+        margins = [oracles.eq5_margin(logits, reference, competitor) for logits in z]
+        np.testing.assert_allclose((states.margin_dense[row], states.margin_quant[row]), margins, rtol=0, atol=1e-5)
+        assert states.kl[row] == pytest.approx(oracles.kl(*map(oracles.softmax, z)), abs=1e-6)
 
 
 @pytest.mark.parametrize("batches", ["several", "one"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,8 @@ def test_following_again_on_the_same_prefixes_changes_nothing(tiny: Callable[[st
 
 
 def test_progress_counts_every_prompt(tiny: Callable[[str], Tiny]) -> None:
-    scenery, done = scene(tiny("llama"), *WEIGHT_ONLY), []
+    scenery = scene(tiny("llama"), *WEIGHT_ONLY)
+    done: list[int] = []
     prefixes = prefixes_of(scenery, scenery.policy, "several", limit=2)
     follow(prefixes, advance=done.append)
     assert len(done) == len(prefixes.batches) > 1
@@ -175,7 +177,12 @@ def test_a_replayed_step_writes_what_a_plain_one_does(
     encoded = tiny(family).encode(policy, 3)
     recordings: list[None] = []
     recorded = decoding._recorded
-    monkeypatch.setattr(decoding, "_recorded", lambda step: recordings.append(None) or recorded(step))
+
+    def spy(step: Any) -> Any:
+        recordings.append(None)
+        return recorded(step)
+
+    monkeypatch.setattr(decoding, "_recorded", spy)
     replayed = follow(Prefixes(policy, encoded, max_tokens=24))
     assert recordings
     monkeypatch.setattr(decoding, "replays", lambda policy, limit: False)

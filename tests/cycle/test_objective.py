@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import oracles
 import pytest
 import torch
 from conftest import MULTIMODAL, Tiny
+from naive import decoder_forwards
 from test_theta import exact_policy, learnable, random_theta
 from torch import Tensor
+from torch.nn.functional import huber_loss
 
 import onptq.quantizer.numerics
 import onptq.quantizer.weights
 from onptq.bank import States, Trajectory
+from onptq.cycle import compare as comparison
 from onptq.cycle.calibrate import objective
 from onptq.cycle.compare import compare, pair_margin
-from onptq.cycle.objective import Targets, Terms, block_energy, decision_losses, make_items, measure
+from onptq.cycle.divergence import kl_divergence
+from onptq.cycle.objective import Targets, Terms, block_energy, decision_losses, make_sequences, measure
 from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
+from onptq.kernels.grid import code_range
 from onptq.models.encoding import EncodedPrompt
-from onptq.quantizer.numerics import code_range
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import CalibrateConfig
+from onptq.registry import LOSS_TERMS
 from onptq.schemes import Scheme
 
 TERMS = tuple(field.name for field in fields(Terms))
@@ -34,7 +40,7 @@ WEIGHTS = (0.4, 0.05, 0.25, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
-class Bed:
+class Case:
     """A policy, three prompts with images (or sounds) of different sizes, responses, critical states; and what the plain
     model computes for them, per prompt [blocks, tokens, d] and [tokens, vocabulary]."""
 
@@ -47,7 +53,7 @@ class Bed:
     logits: dict[str, list[np.ndarray]]
 
     def items(self, **options: bool) -> list:
-        return make_items(self.policy, self.prompts, self.trajectories, self.states, **options)
+        return make_sequences(self.policy, self.prompts, self.trajectories, self.states, **options)
 
     def anchor(self, side: str) -> list[np.ndarray]:
         return [hidden[:, : prompt.length] for hidden, prompt in zip(self.hidden[side], self.prompts, strict=True)]
@@ -75,7 +81,7 @@ class Bed:
         return sums
 
 
-def make_bed(tiny: Tiny, scheme: str) -> Bed:
+def make_case(tiny: Tiny, scheme: str) -> Case:
     policy = tiny.policy(scheme, torch.float64)
     prompts = tiny.encode(policy, 3)
     assert len({prompt.length for prompt in prompts}) == 3
@@ -98,19 +104,19 @@ def make_bed(tiny: Tiny, scheme: str) -> Bed:
                 for prompt, trajectory in zip(load_manifest(tiny.manifest)[:3], trajectories, strict=True)
             ]
         hidden[side], logits[side] = [h for h, _ in seen], [z for _, z in seen]
-    return Bed(policy, theta, prompts, trajectories, states, hidden, logits)
+    return Case(policy, theta, prompts, trajectories, states, hidden, logits)
 
 
 @pytest.fixture(scope="module")
-def beds(tiny: Callable[[str], Tiny]) -> Callable[..., Bed]:
-    made: dict[tuple[str, str], Bed] = {}
+def cases(tiny: Callable[[str], Tiny]) -> Callable[..., Case]:
+    made: dict[tuple[str, str], Case] = {}
 
-    def get(family: str = "qwen2.5-vl", scheme: str = "W4A16") -> Bed:
+    def get(family: str = "qwen2.5-vl", scheme: str = "W4A16") -> Case:
         if (family, scheme) not in made:
-            made[family, scheme] = make_bed(tiny(family), scheme)
-        bed = made[family, scheme]
-        bed.policy.freeze(bed.theta)
-        return bed
+            made[family, scheme] = make_case(tiny(family), scheme)
+        case = made[family, scheme]
+        case.policy.freeze(case.theta)
+        return case
 
     return get
 
@@ -121,22 +127,22 @@ def check(found: Terms, expected: dict[str, float], rel: float = 2e-6) -> None:
 
 
 @pytest.mark.parametrize("family", [*MULTIMODAL, "qwen3"])
-def test_the_four_terms_are_equations_14_to_17_literally(beds: Callable[..., Bed], family: str) -> None:
-    bed = beds(family)
-    found = measure(bed.policy, bed.items(), Targets(bed.policy, None))
-    check(found, bed.expected())
+def test_the_four_terms_are_equations_14_to_17_literally(cases: Callable[..., Case], family: str) -> None:
+    case = cases(family)
+    found = measure(case.policy, case.items(), Targets(case.policy, None))
+    check(found, case.expected())
     assert min(found.floats().values()) > 1e-5
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
-def test_the_energy_form_divides_each_blocks_error(beds: Callable[..., Bed], family: str) -> None:
-    bed, targets = beds(family), Targets(beds(family).policy, None)
-    energy = block_energy(targets, bed.items())
-    expected = oracles.block_energy(bed.anchor("D"))
+def test_the_energy_form_divides_each_blocks_error(cases: Callable[..., Case], family: str) -> None:
+    case, targets = cases(family), Targets(cases(family).policy, None)
+    energy = block_energy(targets, case.items())
+    expected = oracles.block_energy(case.anchor("D"))
     np.testing.assert_allclose(energy.numpy(), expected, rtol=1e-5)
-    check(measure(bed.policy, bed.items(), targets, energy), bed.expected(expected))
-    plain = measure(bed.policy, bed.items(), targets).floats()
-    normalized = measure(bed.policy, bed.items(), targets, energy).floats()
+    check(measure(case.policy, case.items(), targets, energy), case.expected(expected))
+    plain = measure(case.policy, case.items(), targets).floats()
+    normalized = measure(case.policy, case.items(), targets, energy).floats()
     assert normalized["pair"] == plain["pair"]
     assert normalized["response"] == plain["response"]
     assert normalized["anchor"] != pytest.approx(plain["anchor"], rel=1e-3)
@@ -145,41 +151,52 @@ def test_the_energy_form_divides_each_blocks_error(beds: Callable[..., Bed], fam
 @pytest.mark.parametrize("energy", [False, True], ids=["literal", "energy"])
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen2.5-omni", "qwen3"])
 def test_over_visited_states_only_the_response_loss_is_a_plain_mean(
-    beds: Callable[..., Bed], family: str, energy: bool
+    cases: Callable[..., Case], family: str, energy: bool
 ) -> None:
-    bed = beds(family)
-    items, targets = bed.items(every_response=True), Targets(bed.policy, None)
-    assert [len(item.at) for item in items] == [len(trajectory.tokens) for trajectory in bed.trajectories]
-    assert sum(float(item.share.sum()) for item in items) == pytest.approx(1)
-    by_block = oracles.block_energy(bed.anchor("D")) if energy else None
-    found = measure(bed.policy, items, targets, block_energy(targets, items) if energy else None)
-    expected = bed.expected(by_block, visited=True)
+    case = cases(family)
+    items, targets = case.items(every_response=True), Targets(case.policy, None)
+    assert [len(item.at) for item in items] == [len(trajectory.tokens) for trajectory in case.trajectories]
+    assert sum(float(item.response_weight.sum()) for item in items) == pytest.approx(1)
+    by_block = oracles.block_energy(case.anchor("D")) if energy else None
+    found = measure(case.policy, items, targets, block_energy(targets, items) if energy else None)
+    expected = case.expected(by_block, visited=True)
     check(found, expected)
-    critical = bed.expected(by_block)
+    critical = case.expected(by_block)
     assert {name for name in TERMS if expected[name] != critical[name]} == {"response"}
     assert expected["response"] != pytest.approx(critical["response"], rel=0.01)
 
 
-def test_visited_states_without_a_critical_one_teach_the_response_alone(beds: Callable[..., Bed]) -> None:
-    bed = beds()
-    plain = bed.states.with_columns(
-        critical=np.zeros(len(bed.states), np.bool_), weight=np.zeros(len(bed.states), np.float32)
+def test_the_response_loss_may_weigh_visited_states_by_their_consequence(cases: Callable[..., Case]) -> None:
+    case = cases()
+    consequence = np.linspace(0, 0.6, len(case.states)).astype(np.float32)
+    states = case.states.with_columns(consequence=consequence)
+    items = make_sequences(case.policy, case.prompts, case.trajectories, states, every_response=True, consequence=2.0)
+    weights = torch.cat([item.response_weight for item in items]).double().numpy()
+    rows = np.concatenate([np.flatnonzero(states.prompt == prompt.ordinal) for prompt in case.prompts])
+    expected = 1 + 2.0 * consequence[rows].astype(np.float64)
+    np.testing.assert_allclose(weights, expected / expected.sum(), rtol=1e-6)
+
+
+def test_visited_states_without_a_critical_one_teach_the_response_alone(cases: Callable[..., Case]) -> None:
+    case = cases()
+    plain = case.states.with_columns(
+        critical=np.zeros(len(case.states), np.bool_), weight=np.zeros(len(case.states), np.float32)
     )
-    items = make_items(bed.policy, bed.prompts, bed.trajectories, plain, every_response=True)
-    found = measure(bed.policy, items, Targets(bed.policy, None)).floats()
-    assert found["response"] == pytest.approx(bed.expected(visited=True)["response"], rel=2e-6)
+    items = make_sequences(case.policy, case.prompts, case.trajectories, plain, every_response=True)
+    found = measure(case.policy, items, Targets(case.policy, None)).floats()
+    assert found["response"] == pytest.approx(case.expected(visited=True)["response"], rel=2e-6)
     assert (found["hidden"], found["pair"]) == (0, 0)
-    none = make_items(bed.policy, bed.prompts, [], None, every_response=True)
-    assert measure(bed.policy, none, Targets(bed.policy, None)).floats()["response"] == 0
+    none = make_sequences(case.policy, case.prompts, [], None, every_response=True)
+    assert measure(case.policy, none, Targets(case.policy, None)).floats()["response"] == 0
 
 
-def test_activation_quantization_is_in_the_objective_too(beds: Callable[..., Bed]) -> None:
+def test_activation_quantization_is_in_the_objective_too(cases: Callable[..., Case]) -> None:
     """Roundings of two summation orders may differ here, so the agreement is that of the sums, not of their digits."""
-    bed = beds(scheme="W4A6")
-    targets = Targets(bed.policy, None)
-    check(measure(bed.policy, bed.items(), targets), bed.expected(), rel=0.02)
-    weights_only = beds().expected()
-    assert bed.expected()["anchor"] > 1.03 * weights_only["anchor"]
+    case = cases(scheme="W4A6")
+    targets = Targets(case.policy, None)
+    check(measure(case.policy, case.items(), targets), case.expected(), rel=0.02)
+    weights_only = cases().expected()
+    assert case.expected()["anchor"] > 1.03 * weights_only["anchor"]
 
 
 def test_massive_tokens_do_not_count_in_a_blocks_energy() -> None:
@@ -208,31 +225,31 @@ def test_massive_tokens_do_not_count_in_a_blocks_energy() -> None:
     assert found.max() < 2
     big = [torch.randn(1, 3000, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)]
     hidden[:] = big
-    found = block_energy(Held(), [Context(0, torch.ones(3000))])  # type: ignore[arg-type]
+    found = block_energy(Held(), [Context(0, torch.ones(3000))])  # type: ignore[arg-type, list-item]
     np.testing.assert_allclose(found.numpy(), oracles.block_energy([big[0].numpy()]), rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen2.5-omni"])
-def test_modality_balanced_anchors_weigh_every_modality_the_same(beds: Callable[..., Bed], family: str) -> None:
-    bed = beds(family)
-    modalities = [prompt.modality.tolist() for prompt in bed.prompts]
+def test_modality_balanced_anchors_weigh_every_modality_the_same(cases: Callable[..., Case], family: str) -> None:
+    case = cases(family)
+    modalities = [prompt.modality.tolist() for prompt in case.prompts]
     kinds = {modality for prompt in modalities for modality in prompt}
     assert len(kinds) == (3 if family == "qwen2.5-omni" else 2)
     share = oracles.balanced_share(modalities)
-    items = bed.items(modality_balanced=True)
-    expected = oracles.eq14_anchor(bed.anchor("D"), bed.anchor("Q"), share=share)
-    found = measure(bed.policy, items, Targets(bed.policy, None)).floats()
+    items = case.items(modality_balanced=True)
+    expected = oracles.eq14_anchor(case.anchor("D"), case.anchor("Q"), share=share)
+    found = measure(case.policy, items, Targets(case.policy, None)).floats()
     assert found["anchor"] == pytest.approx(expected, rel=2e-6)
-    weight = torch.cat([item.anchor[: prompt.length] for item, prompt in zip(items, bed.prompts, strict=True)])
-    modality = torch.cat([prompt.modality for prompt in bed.prompts])
+    weight = torch.cat([item.anchor[: prompt.length] for item, prompt in zip(items, case.prompts, strict=True)])
+    modality = torch.cat([prompt.modality for prompt in case.prompts])
     for kind in kinds:
         assert float(weight[modality == kind].sum()) == pytest.approx(1 / len(kinds), rel=1e-5)
 
 
-def test_the_anchor_is_every_prompt_token_and_no_response_token(beds: Callable[..., Bed]) -> None:
-    bed = beds()
-    tokens = sum(prompt.length for prompt in bed.prompts)
-    for item, prompt, steps in zip(bed.items(), bed.prompts, CRITICAL.values(), strict=True):
+def test_the_anchor_is_every_prompt_token_and_no_response_token(cases: Callable[..., Case]) -> None:
+    case = cases()
+    tokens = sum(prompt.length for prompt in case.prompts)
+    for item, prompt, steps in zip(case.items(), case.prompts, CRITICAL.values(), strict=True):
         torch.testing.assert_close(item.anchor[: prompt.length], torch.full((prompt.length,), 1 / tokens))
         assert not item.anchor[prompt.length :].any()
         assert item.sequence.length == prompt.length + max(steps, default=1) - 1, (
@@ -240,17 +257,17 @@ def test_the_anchor_is_every_prompt_token_and_no_response_token(beds: Callable[.
         )
         assert item.at.tolist() == [prompt.length - 2 + t for t in steps]
     owned = [len(steps) for steps in CRITICAL.values()]
-    weights = [item.weight.tolist() for item in bed.items()]
+    weights = [item.weight.tolist() for item in case.items()]
     assert [len(weight) for weight in weights] == owned
     assert [weight for own in weights for weight in own] == pytest.approx(WEIGHTS)
 
 
-def test_prompts_without_critical_states_still_anchor(beds: Callable[..., Bed]) -> None:
-    bed = beds()
-    for states in (None, bed.states.with_columns(weight=np.zeros(len(bed.states), np.float32))):
-        items = make_items(bed.policy, bed.prompts, bed.trajectories, states)
-        found = measure(bed.policy, items, Targets(bed.policy, None)).floats()
-        assert found["anchor"] == pytest.approx(bed.expected()["anchor"], rel=2e-6)
+def test_prompts_without_critical_states_still_anchor(cases: Callable[..., Case]) -> None:
+    case = cases()
+    for states in (None, case.states.with_columns(weight=np.zeros(len(case.states), np.float32))):
+        items = make_sequences(case.policy, case.prompts, case.trajectories, states)
+        found = measure(case.policy, items, Targets(case.policy, None)).floats()
+        assert found["anchor"] == pytest.approx(case.expected()["anchor"], rel=2e-6)
         assert (found["hidden"], found["pair"], found["response"]) == (0, 0, 0)
 
 
@@ -259,36 +276,110 @@ def test_prompts_without_critical_states_still_anchor(beds: Callable[..., Bed]) 
 
 @pytest.mark.parametrize("groups", [[[0], [1], [2]], [[0, 1], [2]], [[2, 0], [1]], [[1, 2, 0]]])
 def test_terms_are_sums_over_prompts_whoever_shares_their_batch(
-    beds: Callable[..., Bed], groups: list[list[int]]
+    cases: Callable[..., Case], groups: list[list[int]]
 ) -> None:
-    bed = beds("qwen3-vl")
-    items, targets = bed.items(), Targets(bed.policy, None)
+    case = cases("qwen3-vl")
+    items, targets = case.items(), Targets(case.policy, None)
     energy = block_energy(targets, items)
     together: Terms | None = None
     for group in groups:
-        part = measure(bed.policy, [items[index] for index in group], targets, energy)
+        part = measure(case.policy, [items[index] for index in group], targets, energy)
         together = part if together is None else together + part
     assert together is not None
-    check(together, bed.expected(oracles.block_energy(bed.anchor("D"))))
+    check(together, case.expected(oracles.block_energy(case.anchor("D"))))
 
 
-def test_a_small_budget_for_dense_targets_changes_nothing(beds: Callable[..., Bed]) -> None:
-    bed = beds()
-    kept, none = Targets(bed.policy, None), Targets(bed.policy, 0)
+def test_a_small_budget_for_dense_targets_changes_nothing(cases: Callable[..., Case]) -> None:
+    case = cases()
+    kept, none = Targets(case.policy, None), Targets(case.policy, 0)
     for _ in range(2):
-        assert measure(bed.policy, bed.items(), kept).floats() == measure(bed.policy, bed.items(), none).floats()
+        assert measure(case.policy, case.items(), kept).floats() == measure(case.policy, case.items(), none).floats()
     assert kept.used > 0
     assert none.used == 0
 
 
-def test_checkpointing_changes_neither_values_nor_gradients(beds: Callable[..., Bed]) -> None:
-    bed = beds()
+def test_dense_targets_are_computed_once_while_the_budget_lasts(cases: Callable[..., Case]) -> None:
+    case = cases()
+    sequences = [item.sequence for item in case.items()]
+    sizes = [Targets(case.policy, 0).of(sequence).nbytes for sequence in sequences]
+    targets = Targets(case.policy, sizes[0] + sizes[1])
+    forwards = []
+    for _ in range(2):
+        with decoder_forwards(case.policy) as seen:
+            for sequence in sequences:
+                targets.of(sequence)
+        forwards.append(seen)
+    assert forwards == [[("D", sequence.length) for sequence in sequences], [("D", sequences[2].length)]]
+    assert targets.used == sizes[0] + sizes[1]
+    least = Targets(case.policy, max(sizes))
+    for sequence in sequences:
+        least.of(sequence)
+    assert 0 < least.used <= max(sizes), "the budget is for all of them together"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_few_rows_of_logits_at_a_time_give_the_same_terms_and_gradients(
+    cases: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    case = cases()
+
+    def terms_and_gradients() -> tuple[Terms, list[Tensor]]:
+        theta = learnable(case.theta)
+        case.policy.attach(theta)
+        terms = measure(case.policy, case.items(), Targets(case.policy, None))
+        objective(terms, CalibrateConfig(gamma=1.0, pair=1.0, response=1.0)).backward()
+        gradients = [ratio.grad for ratio in theta.ratio.values()]
+        return terms, [gradient for gradient in gradients if gradient is not None]
+
+    _, whole = terms_and_gradients()
+    monkeypatch.setattr(comparison, "LOGIT_BYTES", 4 * 4 * rows * case.policy.vocabulary)
+    assert 2 * comparison.state_rows(case.policy.vocabulary, models=4) == 2 * rows < len(WEIGHTS)
+    found, gradients = terms_and_gradients()
+    check(found, case.expected())
+    for one, other in zip(gradients, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 10**6])
+def test_added_terms_are_weighted_sums_over_the_critical_states(
+    cases: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """The paper's own losses, added by name, are the paper's, whether logits come whole or a few rows at a time."""
+
+    def pair(z_dense: Tensor, z_quant: Tensor, reference: Tensor, competitor: Tensor) -> Tensor:
+        quant, dense = (pair_margin(z, reference, competitor) for z in (z_quant, z_dense))
+        return huber_loss(quant, dense, reduction="none", delta=1.0)
+
+    def response(z_dense: Tensor, z_quant: Tensor, reference: Tensor, competitor: Tensor) -> Tensor:
+        return kl_divergence(z_dense, z_quant)
+
+    monkeypatch.setattr(LOSS_TERMS, "_registered", {"pair again": pair, "response again": response})
+    case, gradients = cases(), []
+    monkeypatch.setattr(comparison, "LOGIT_BYTES", 4 * 4 * rows * case.policy.vocabulary)
+    for added in (True, False):
+        theta = learnable(case.theta)
+        case.policy.attach(theta)
+        terms = measure(case.policy, case.items(), Targets(case.policy, None), added=["pair again", "response again"])
+        check(replace(terms, added={}), case.expected())
+        values = terms.floats()
+        assert values["pair again"] == pytest.approx(values["pair"], rel=1e-5)
+        assert values["response again"] == pytest.approx(values["response"], rel=1e-5)
+        chosen = terms.added.values() if added else (terms.pair, terms.response)
+        sum(chosen, torch.zeros(())).backward()
+        gradients.append([ratio.grad for ratio in theta.ratio.values() if ratio.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-8)
+
+
+def test_checkpointing_changes_neither_values_nor_gradients(cases: Callable[..., Case]) -> None:
+    case = cases()
     results = []
     for checkpointed in (False, True):
-        theta = learnable(bed.theta)
-        bed.policy.attach(theta)
-        terms = measure(bed.policy, bed.items(), Targets(bed.policy, None), checkpointed=checkpointed)
-        with bed.policy.speaking("Q"):
+        theta = learnable(case.theta)
+        case.policy.attach(theta)
+        terms = measure(case.policy, case.items(), Targets(case.policy, None), checkpointed=checkpointed)
+        with case.policy.speaking("Q"):
             objective(terms, CalibrateConfig()).backward()
         learned = *theta.smoothing.values(), *theta.ratio.values()
         results.append((terms.floats(), [parameter.grad for parameter in learned]))
@@ -305,34 +396,35 @@ def test_checkpointing_changes_neither_values_nor_gradients(beds: Callable[..., 
 @pytest.mark.parametrize("removed", [None, "anchor", "hidden", "pair", "response"])
 @pytest.mark.parametrize("gamma", [0.0, 0.2, 1.0])
 def test_the_objective_is_the_anchor_plus_gamma_times_the_critical_losses(
-    beds: Callable[..., Bed], removed: str | None, gamma: float
+    cases: Callable[..., Case], removed: str | None, gamma: float
 ) -> None:
-    bed = beds()
-    cfg = CalibrateConfig(gamma=gamma, **{"pair": 1.0, "response": 1.0, **({removed: 0.0} if removed else {})})
+    case = cases()
+    factors: dict[str, Any] = {"pair": 1.0, "response": 1.0, **({removed: 0.0} if removed else {})}
+    cfg = CalibrateConfig(gamma=gamma, **factors)
     losses = []
-    for row in np.flatnonzero(bed.states.critical):
-        one = np.zeros(len(bed.states), np.bool_)
+    for row in np.flatnonzero(case.states.critical):
+        one = np.zeros(len(case.states), np.bool_)
         one[row] = True
-        alone = replace(bed, states=bed.states.with_columns(critical=one, weight=one.astype(np.float32)))
+        alone = replace(case, states=case.states.with_columns(critical=one, weight=one.astype(np.float32)))
         parts = {name: value * (name != removed) for name, value in alone.expected().items()}
         losses.append(oracles.eq13_critical_loss(parts["hidden"], parts["pair"], parts["response"]))
-    anchor = bed.expected()["anchor"] * (removed != "anchor")
+    anchor = case.expected()["anchor"] * (removed != "anchor")
     expected = oracles.eq12_objective(anchor, gamma, WEIGHTS, losses)
-    found = objective(measure(bed.policy, bed.items(), Targets(bed.policy, None)), cfg)
+    found = objective(measure(case.policy, case.items(), Targets(case.policy, None)), cfg)
     assert float(found) == pytest.approx(expected, rel=2e-6)
 
 
-def test_decision_losses_are_huber_and_kl_of_each_state(beds: Callable[..., Bed]) -> None:
-    bed = beds("qwen2.5-omni")
-    width = bed.prompts[0].embeds.shape[1]
+def test_decision_losses_are_huber_and_kl_of_each_state(cases: Callable[..., Case]) -> None:
+    case = cases("qwen2.5-omni")
+    width = case.prompts[0].embeds.shape[1]
     dense = torch.randn(12, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     quant = dense + torch.linspace(0.01, 1, 12, dtype=torch.float64)[:, None] * torch.randn(
         12, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     reference, competitor = torch.arange(12), torch.arange(12) + 300
-    z_dense, z_quant = bed.policy.logits(dense), bed.policy.logits(quant)
+    z_dense, z_quant = case.policy.logits(dense), case.policy.logits(quant)
     margin = pair_margin(z_dense, reference, competitor)
-    pair, response = decision_losses(bed.policy, dense, quant, reference, competitor, margin)
+    pair, response = decision_losses(case.policy, dense, quant, reference, competitor, margin)
     changes = []
     for row in range(12):
         d, q = z_dense[row].numpy(), z_quant[row].numpy()
@@ -343,12 +435,12 @@ def test_decision_losses_are_huber_and_kl_of_each_state(beds: Callable[..., Bed]
     assert min(changes) < 1 < max(changes), "both pieces of the Huber loss are here"
 
 
-def test_the_dense_margin_is_the_banks_not_a_fresh_one(beds: Callable[..., Bed]) -> None:
+def test_the_dense_margin_is_the_banks_not_a_fresh_one(cases: Callable[..., Case]) -> None:
     """It is frozen with the round: a bank that says otherwise moves the pair loss."""
-    bed = beds()
-    moved = bed.states.with_columns(margin_dense=bed.states.margin_dense + 10)
-    items = make_items(bed.policy, bed.prompts, bed.trajectories, moved)
-    assert float(measure(bed.policy, items, Targets(bed.policy, None)).pair) > 5
+    case = cases()
+    moved = case.states.with_columns(margin_dense=case.states.margin_dense + 10)
+    items = make_sequences(case.policy, case.prompts, case.trajectories, moved)
+    assert float(measure(case.policy, items, Targets(case.policy, None)).pair) > 5
 
 
 # Gradients
@@ -384,11 +476,11 @@ class Replay:
 @pytest.mark.parametrize("scheme", [Scheme(4, 8), Scheme(3, 16, symmetric=False)], ids=str)
 @pytest.mark.parametrize("part", ["smoothing", "ratio", "offset"])
 def test_gradients_of_theta_are_those_of_the_smooth_surrogate(
-    tiny: Callable[[str], Tiny], beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch, scheme: Scheme, part: str
+    tiny: Callable[[str], Tiny], cases: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, scheme: Scheme, part: str
 ) -> None:
     """End to end: blocks, attention, norms, biases, head and every dynamic step lie inside the graph."""
-    bed, policy = beds(), exact_policy(tiny("qwen2.5-vl"), scheme)
-    items = make_items(policy, bed.prompts, bed.trajectories, bed.states)[::2]
+    case, policy = cases(), exact_policy(tiny("qwen2.5-vl"), scheme)
+    items = make_sequences(policy, case.prompts, case.trajectories, case.states)[::2]
     targets = Targets(policy, None)
     theta = random_theta(policy, torch.float64, offsets=True)
     for u in theta.smoothing.values():
@@ -419,7 +511,7 @@ def test_gradients_of_theta_are_those_of_the_smooth_surrogate(
         def moved(distance: float) -> float:
             shifted = theta.clone()
             for key, along in direction.items():
-                getattr(shifted, part)[key] += distance * along
+                getattr(shifted, part)[key].add_(distance * along)
             replay.rewind()
             return float(loss(shifted))
 

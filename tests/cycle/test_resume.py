@@ -119,7 +119,7 @@ def kill_while_writing(out: Path, survived: set[tuple[str, str]]) -> None:
             file.write(json.dumps([name, moment]) + "\n")
         die()
 
-    os.replace = replace
+    os.replace = replace  # type: ignore[assignment]
 
 
 def run_job(job: Mapping[str, Any]) -> int:
@@ -215,8 +215,16 @@ class Server:
         """Run the job into `out`, in a process of its own, to its end or to its death."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        job = {"recipe": TINY | dict(changes or {}), "kill": kill, "survived": survived, "save_seconds": save_seconds}
-        job |= {"model": str(model or self.model), "out": str(out), "said": str(self.said), "verify": verify}
+        job: dict[str, Any] = {
+            "recipe": TINY | dict(changes or {}),
+            "kill": kill,
+            "survived": survived,
+            "save_seconds": save_seconds,
+            "model": str(model or self.model),
+            "out": str(out),
+            "said": str(self.said),
+            "verify": verify,
+        }
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
@@ -359,7 +367,8 @@ def test_kill_9_in_each_phase_and_the_same_command_ends_the_same(
     changes: dict[str, Any], kills: list[tuple[str, int]], save_seconds: float, server: Server, tmp_path: Path
 ) -> None:
     """One run, begun again after every kill. What a step commits is never written again, so any damage is there at the end."""
-    run, options = tmp_path / "run", {"save_seconds": save_seconds, "verify": kills is EVERYWHERE}
+    run = tmp_path / "run"
+    options: dict[str, Any] = {"save_seconds": save_seconds, "verify": kills is EVERYWHERE}
     for kill in kills:
         assert server(run, changes, kill=kill, **options) == -signal.SIGKILL, (kill, server.said.read_text())
         assert not (home(run) / "summary.json").exists()
@@ -409,6 +418,53 @@ def test_the_log_tells_of_every_beginning_and_survives_torn_lines(server: Server
     assert [event["resumed"] for event in events if event["event"] == "open"] == [False, True]
     steps = [event["step"] for event in events if event["event"] == "step" and event["round"] == 0]
     assert steps == [1, 2, 3, 4]
+
+
+COMPUTING = ("Initialize", "Follow", "Compare", "Branch", "Calibrate")
+
+
+def processes(run: Path) -> list[list[dict[str, Any]]]:
+    """The events of each process that worked on the run."""
+    parts: list[list[dict[str, Any]]] = []
+    for event in map(json.loads, (home(run) / "log.jsonl").read_text().splitlines()):
+        if event["event"] == "open":
+            parts.append([])
+        parts[-1].append(event)
+    return parts
+
+
+def computed(events: list[dict[str, Any]], state: str) -> list[str]:
+    """Phases of the cycle that began (`start`) or ended (`end`)."""
+    phases = [event["phase"] for event in events if event["event"] == "phase" and event["state"] == state]
+    return [phase for phase in phases if phase.split()[0] in COMPUTING]
+
+
+def test_a_continued_run_computes_no_committed_step_again(server: Server, tmp_path: Path) -> None:
+    """Theta^(0), the whole first round and the steps of the second are on disk, and half of its update."""
+    run = tmp_path / "run"
+    assert server(run, kill=("Calibrate 2", 3)) == -signal.SIGKILL
+    before = snapshot(run)
+    server.finish(run)
+    first, second = processes(run)
+    ended, begun = computed(first, "end"), computed(second, "start")
+    assert {"Initialize (mbq)", "Calibrate 1", "Branch 2"} <= set(ended)
+    assert begun[0] == "Calibrate 2"
+    assert set(begun) & set(ended) == set()
+    assert [event["step"] for event in second if event["event"] == "step"] == [3, 4], "the third was not saved yet"
+    after = snapshot(run)
+    committed = [name for name in before if name.startswith("run/rounds/") or name == "run/init.safetensors"]
+    assert {"run/init.safetensors", "run/rounds/0/theta.safetensors", "run/rounds/1/bank.parquet"} <= set(committed)
+    written = [name for name in committed if "/." not in name and after[name] != before[name]]
+    assert written == [], "not even with the same bytes"
+
+
+def test_a_run_killed_after_its_rounds_computes_none_of_them_again(server: Server, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert server(run, kill=("Export", 0)) == -signal.SIGKILL
+    server.finish(run)
+    first, second = processes(run)
+    assert {"Initialize (mbq)", "Calibrate 1", "Calibrate 2"} <= set(computed(first, "end"))
+    assert set(computed(first, "end")) & set(computed(second, "start")) == set()
 
 
 # --- only the same command ------------------------------------------------------------------------------------------
@@ -587,7 +643,7 @@ def test_a_finished_run_returns_its_summary_at_once(model: Path, server: Server,
     assert done.exit_code == 0
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["phase"] for line in lines if line["event"] == "phase"} == {"Hash the model"}
-    assert "finished run" in next(line["text"] for line in lines if line["event"] == "note")
+    assert any("finished run" in line["text"] for line in lines if line["event"] == "note")
     assert lines[-1]["result"] == json.loads((home(run) / "summary.json").read_text())
     after = snapshot(run)
     assert {name for name in after if after[name] != before.get(name)} == {"run/log.jsonl"}

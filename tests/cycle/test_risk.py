@@ -50,7 +50,7 @@ def bank(seed: int = 0, prompts: int = 5, longest: int = 9, levels: int | None =
     return states.with_columns(consequence=consequence, horizon=np.where(kind == AGREE, 0, 4).astype(np.int32))
 
 
-def place(states: States, row: int) -> tuple[int, int]:
+def place(states: States, row: int | np.integer) -> tuple[int, int]:
     return int(states.prompt[row]), int(states.t[row])
 
 
@@ -98,7 +98,7 @@ def test_the_defaults_are_the_papers() -> None:
         ({"branch_weight": 0, "divergence_weight": 0}, lambda e, a, j: e),
     ],
 )
-def test_each_term_can_be_removed(removed: dict[str, float], left: Any) -> None:
+def test_each_term_can_be_removed(removed: dict[str, Any], left: Any) -> None:
     states = bank(3)
     columns = (getattr(states, name).astype(np.float64) for name in ("erosion", "consequence", "js"))
     expected = np.where(states.candidates, left(*columns), 0)

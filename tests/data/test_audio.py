@@ -86,7 +86,7 @@ def test_plain_wav_needs_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> N
         (wav(RAMP[:0], 2), "holds no samples"),
     ],
 )
-def test_an_unreadable_sound_is_named(data: bytes, complaint: str) -> None:
+def test_unreadable_audio_is_named(data: bytes, complaint: str) -> None:
     pytest.importorskip("soundfile")
     with pytest.raises(OnPTQError, match=rf"^bad\.wav.*{complaint}"):
         read_audio(data, "bad.wav", 16_000)

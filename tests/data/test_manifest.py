@@ -4,20 +4,24 @@ import hashlib
 import io
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from onptq.data.calibration import split
+from onptq.data import manifest as manifest_module
+from onptq.data.calibration import gather_prompts, split
 from onptq.data.manifest import load_manifest, manifest_digest
-from onptq.data.prompts import Prompt
+from onptq.data.media import read_file
+from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
+from onptq.recipe import DataConfig
 
 
 def picture(shade: int = 0, form: str = "PNG", size: int = 40) -> bytes:
@@ -107,7 +111,7 @@ def test_parquet_may_embed_media(folder: Path, as_struct: bool) -> None:
 
 def test_parquet_and_jsonl_of_the_same_prompts_are_the_same(folder: Path) -> None:
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"id": "m", "messages": [{"role": "user", "content": parts}]},
         {"id": "t", "text": "Hi", "images": ["b.png"]},
     ]
@@ -129,6 +133,57 @@ def test_the_digest_follows_content_and_order_but_not_place(folder: Path, tmp_pa
     assert manifest_digest(load_manifest(write(other, *records))) != digest
     changed = [records[0] | {"text": "z"}, records[1]]
     assert manifest_digest(load_manifest(write(folder, *changed))) != digest
+
+
+@pytest.mark.parametrize(("kind", "file"), [("image", "a.png"), ("audio", "c.wav")])
+def test_another_image_or_recording_of_the_same_name_gives_another_digest(folder: Path, kind: str, file: str) -> None:
+    path = write(folder, {"id": "1", "text": "x", kind: file})
+    before = manifest_digest(load_manifest(path))
+    assert manifest_digest(load_manifest(path)) == before
+    (folder / file).write_bytes(picture(9) if kind == "image" else b"RIFF1111WAVE")
+    assert manifest_digest(load_manifest(path)) != before
+
+
+def test_a_file_that_many_prompts_name_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+
+    def spy(path: Path) -> bytes:
+        reads.append(path)
+        return read_file(path)
+
+    monkeypatch.setattr(manifest_module, "read_file", spy)
+    shared = [{"text": f"{n}", "image": "a.png", "audio": "c.wav"} for n in range(5)]
+    prompts = load_manifest(write(folder, *shared, {"text": "other", "image": "b.png"}))
+    assert sorted(reads) == [folder / "a.png", folder / "b.png", folder / "c.wav"]
+    assert len({prompt.images[0].sha256 for prompt in prompts}) == 2
+
+
+def test_a_limit_counts_bad_prompts_too_unless_they_are_skipped(folder: Path) -> None:
+    path = write(folder, {"text": "a"}, "broken", "broken too", {"text": "b"}, {"text": "c"})
+    message = refused(path, limit=2)
+    assert "line 2" in message
+    assert "line 3" not in message, "nothing behind the limit is looked at"
+    bad: list[str] = []
+    assert [prompt.ordinal for prompt in load_manifest(path, limit=2, bad=bad)] == [0, 3]
+    assert len(bad) == 2
+
+
+def test_ordinals_of_held_out_prompts_follow_those_of_the_calibration_prompts(folder: Path) -> None:
+    calibration = write(folder, *({"text": f"c{n}"} for n in range(4)))
+    held_out = folder / "holdout.jsonl"
+    held_out.write_text("".join(json.dumps({"text": f"h{n}"}) + "\n" for n in range(3)))
+    sizes = DataConfig(prompts=2, holdout=3)
+    sources: list[tuple[Path | list[Prompt], Path | list[Prompt]]] = [
+        (calibration, held_out),
+        (load_manifest(calibration), load_manifest(held_out)),
+    ]
+    for calibration_source, held_out_source in sources:
+        prompts = gather_prompts(calibration_source, held_out_source, sizes, frozenset({"text"}))
+        drawn = [prompt.ordinal for prompt in prompts.calibration]
+        assert len(drawn) == 2
+        assert drawn == sorted(drawn)
+        assert set(drawn) < {0, 1, 2, 3}
+        assert [prompt.ordinal for prompt in prompts.holdout] == [4, 5, 6]
 
 
 def test_limit_reads_no_further(folder: Path) -> None:
@@ -285,19 +340,37 @@ def numbered(count: int) -> list[Prompt]:
     return [Prompt(ordinal=i, id=str(i), messages=[]) for i in range(count)]
 
 
-@given(st.integers(1, 400), st.integers(1, 300), st.integers(0, 64), st.floats(0, 0.5))
+@settings(deadline=None)
+@given(st.integers(1, 400), st.integers(1, 300), st.integers(0, 64), st.floats(0, 0.5), st.integers(0, 3))
 def test_split_keeps_order_never_overlaps_and_never_starves_calibration(
-    count: int, prompts: int, holdout: int, share: float
+    count: int, prompts: int, holdout: int, share: float, seed: int
 ) -> None:
     manifest = numbered(count)
-    calibration, held = split(manifest, prompts=prompts, holdout=holdout, share=share)
-    assert calibration + held == manifest[: len(calibration) + len(held)]
+    calibration, held = split(manifest, prompts=prompts, holdout=holdout, share=share, seed=seed)
+    for part in (calibration, held):
+        assert [prompt.ordinal for prompt in part] == sorted({prompt.ordinal for prompt in part})
+    assert not {prompt.ordinal for prompt in calibration} & {prompt.ordinal for prompt in held}
     assert 1 <= len(calibration) <= prompts
     assert len(held) <= holdout
     spare = max(0, count - prompts)
     assert len(held) == min(holdout, max(spare, math.floor(share * count)))
     if spare >= holdout or share == 0:
         assert len(calibration) == min(count, prompts)
+    assert (calibration, held) == split(manifest, prompts=prompts, holdout=holdout, share=share, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_manifest_sorted_by_kind_gives_calibration_and_held_out_prompts_of_every_kind(seed: int) -> None:
+    """The head calibrates nothing that the tail is asked: every part has each kind in its share, within one prompt."""
+    image = Media(None, "0" * 64, b"")
+    kinds = [("caption", (image,))] * 60 + [("question", (image,))] * 30 + [("chat", ())] * 10
+    manifest = [Prompt(n, str(n), [], images, extra={"task": task}) for n, (task, images) in enumerate(kinds)]
+    calibration, held = split(manifest, prompts=50, holdout=20, share=0, seed=seed)
+    for part in (calibration, held):
+        tasks = Counter(prompt.extra["task"] for prompt in part)
+        for task, share in (("caption", 0.6), ("question", 0.3), ("chat", 0.1)):
+            assert abs(tasks[task] - share * len(part)) <= 2
+    assert calibration != split(manifest, prompts=50, holdout=20, share=0, seed=seed + 1)[0]
 
 
 @pytest.mark.parametrize(
@@ -307,8 +380,3 @@ def test_split_keeps_order_never_overlaps_and_never_starves_calibration(
 def test_split_of_common_manifests(count: int, share: float, expected: tuple[int, int]) -> None:
     calibration, held = split(numbered(count), prompts=128, holdout=16, share=share)
     assert (len(calibration), len(held)) == expected
-
-
-def test_a_limit_of_prompts_plus_holdout_gives_the_same_split() -> None:
-    whole = split(numbered(1000), prompts=128, holdout=16, share=0.125)
-    assert split(numbered(144), prompts=128, holdout=16, share=0.125) == whole

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from test_manifest import picture, refused, write
 
 from onptq.data import media
 from onptq.data.calibration import gather_prompts
-from onptq.data.manifest import load_manifest, manifest_digest, repeated
+from onptq.data.manifest import load_manifest, manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 from onptq.recipe import DataConfig
@@ -294,7 +295,12 @@ def test_a_file_that_prompts_share_is_read_once(folder: Path, monkeypatch: pytes
     from onptq.data import manifest
 
     reads: list[Path] = []
-    monkeypatch.setattr(manifest, "read_file", lambda path: reads.append(path) or media.read_file(path))
+
+    def spy(path: Path) -> bytes:
+        reads.append(path)
+        return media.read_file(path)
+
+    monkeypatch.setattr(manifest, "read_file", spy)
     load_manifest(write(folder, *({"text": str(i), "image": "photo.png"} for i in range(3))))
     assert reads == [folder / "photo.png"]
 
@@ -318,11 +324,13 @@ def test_unusable_prompts_are_skipped_and_counted(folder: Path) -> None:
             raise OnPTQError(f"{prompt} is too long")
 
     prompts = gather_prompts(path, None, sizes, EVERY, usable=usable)
-    assert [prompt.id for prompt in prompts.calibration] == ["p0", "p2", "p4"]
-    assert [prompt.id for prompt in prompts.holdout] == ["p6", "p8"]
-    assert [prompt.ordinal for prompt in prompts.every] == [0, 1, 2, 3, 4]
+    names = [prompt.id for prompt in prompts.every]
+    assert (len(prompts.calibration), len(prompts.holdout), len(set(names))) == (3, 2, 5)
+    assert set(names) < {"p0", "p2", "p4", "p6", "p8", "p10"}
     assert prompts.describe() == "3 prompts calibrate and 2 are held out, of 6 (5 text only)"
-    (warning,) = prompts.warnings()
+    warning, few = prompts.warnings()
+    assert few.startswith("3 calibration and 2 held-out prompts are few")
+    assert replace(prompts, from_file=False).warnings() == [warning]
     assert warning.startswith("7 bad prompts are skipped:\n")
     assert f"{path} line 13: not valid JSON" in warning
     assert "prompt 'p1' (prompts.jsonl line 2) is too long" in warning
@@ -338,9 +346,18 @@ def test_a_held_out_manifest_continues_the_ordinals_and_repeats_are_noticed(fold
     held.write_text(
         "".join(json.dumps(record) + "\n" for record in ({"id": "z", "text": "z"}, records[1] | {"id": "y"}))
     )
-    prompts = gather_prompts(calibration, held, sizes, EVERY)
-    assert [prompt.ordinal for prompt in prompts.every] == [0, 1, 3, 4]
-    assert prompts.describe() == "2 prompts calibrate and 2 are held out, of 5 (3 with image, 1 text only)"
-    (warning,) = prompts.warnings()
-    assert warning.startswith("1 of 2 held-out prompts are calibration prompts too, e.g. prompt 'y'")
-    assert [prompt.id for prompt in repeated(prompts.holdout, prompts.calibration)] == ["y"]
+    prompts = gather_prompts(calibration, held, sizes.model_copy(update={"prompts": 3}), EVERY)
+    assert [prompt.ordinal for prompt in prompts.every] == [0, 1, 2, 3]
+    assert prompts.describe() == "3 prompts calibrate and 1 are held out, of 5 (3 with image, 1 text only)"
+    warning, _ = prompts.warnings()
+    assert warning == "1 held-out prompts are left out: they are calibration prompts too"
+    with pytest.raises(OnPTQError, match="all 3 held-out prompts are calibration prompts too"):
+        gather_prompts(calibration, calibration, sizes.model_copy(update={"prompts": 3}), EVERY)
+
+
+def test_the_same_prompt_twice_is_used_once_and_counted(folder: Path) -> None:
+    records = [{"id": "a", "text": "x"}, {"id": "b", "text": "y"}, {"id": "c", "text": "x"}, {"id": "d", "text": "z"}]
+    prompts = gather_prompts(write(folder, *records), None, DataConfig(prompts=9, holdout=0), EVERY)
+    assert [prompt.id for prompt in prompts.calibration] == ["a", "b", "d"]
+    warning, _ = prompts.warnings()
+    assert warning == "1 prompts are left out: the same text and media are there already"

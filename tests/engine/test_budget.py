@@ -1,4 +1,4 @@
-"""Where memory ends, less is done at once: the same results, told once, remembered.
+"""Where memory ends, less is done at once: the same results, one warning, remembered.
 
 No GPU is here to fill, so a policy's own forward refuses, as CUDA's allocator would, what is larger than a limit.
 """
@@ -27,8 +27,7 @@ from onptq.cycle.risk import score, select
 from onptq.engine.budget import BatchBudget
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
-from onptq.evaluate.behaviour import compare_rollouts
-from onptq.evaluate.margins import margins_on
+from onptq.evaluate.critical import margins_on
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import EncodedPrompt
 from onptq.progress import QuietReporter
@@ -82,9 +81,11 @@ def same(found: States, expected: States) -> None:
         assert getattr(found, name) == pytest.approx(getattr(expected, name), abs=1e-4), name
 
 
-def test_half_the_size_is_tried_until_the_work_fits_and_it_is_told_once() -> None:
-    told, kept, tried = [], [], []
-    budget = BatchBudget(12, "prompts", warn=told.append, keep=kept.append)
+def test_half_the_size_is_tried_until_the_work_fits_with_one_warning() -> None:
+    warnings: list[str] = []
+    stored: list[int] = []
+    tried: list[int] = []
+    budget = BatchBudget(12, "prompts", warn=warnings.append, keep=stored.append)
 
     def work(size: int) -> str:
         tried.append(size)
@@ -93,10 +94,10 @@ def test_half_the_size_is_tried_until_the_work_fits_and_it_is_told_once() -> Non
         return "done"
 
     assert budget.fit(work) == "done"
-    assert (tried, kept, budget.size) == ([12, 6, 3, 1], [6, 3, 1], 1)
-    assert len(told) == 1
-    assert "12 prompts" in told[0]
-    assert "6" in told[0]
+    assert (tried, stored, budget.size) == ([12, 6, 3, 1], [6, 3, 1], 1)
+    assert len(warnings) == 1
+    assert "12 prompts" in warnings[0]
+    assert "6" in warnings[0]
 
 
 def test_what_does_not_fit_even_alone_is_an_error_and_other_errors_are_left_alone() -> None:
@@ -151,30 +152,29 @@ def test_each_step_finds_its_own_limit_and_counts_every_prompt_once(
 
 
 def test_two_models_are_split_alike(tiny: Callable[[str], Tiny], policy: Policy, prompts: list[EncodedPrompt]) -> None:
-    expected = compare_rollouts(
-        *(Prefixes(policy, prompts, max_tokens=TOKENS),) * 2, follow(Prefixes(policy, prompts, max_tokens=TOKENS))
-    )
+    whole = Prefixes(policy, prompts, max_tokens=TOKENS)
+    expected = compare(whole, follow(whole))
     other = tiny("qwen3-vl").policy("W4A16")
     other.freeze(Theta.rtn(other.structure.blocks, other.scheme))
     dense, candidate = (Prefixes(one, prompts, max_tokens=TOKENS) for one in (policy, other))
     with memory_for(4):
         trajectories = follow(candidate)
     with memory_for(2):
-        same(compare_rollouts(dense, candidate, trajectories), expected)
+        same(compare(dense, trajectories, quantized=candidate), expected)
     assert [len(batch.prompts) for batch in dense.batches] == [len(batch.prompts) for batch in candidate.batches]
     assert max(len(batch.prompts) for batch in dense.batches) <= 2
 
 
-def test_prefixes_that_share_a_room_learn_from_each_other(policy: Policy, prompts: list[EncodedPrompt]) -> None:
-    told: list[str] = []
-    budget = BatchBudget(4096, "tokens", warn=told.append)
+def test_prefixes_that_share_a_budget_learn_from_each_other(policy: Policy, prompts: list[EncodedPrompt]) -> None:
+    warnings: list[str] = []
+    budget = BatchBudget(4096, "tokens", warn=warnings.append)
     first, second = (Prefixes(policy, prompts, max_tokens=TOKENS, batch_tokens=budget) for _ in range(2))
     with memory_for(2):
         follow(first)
         size = budget.size
         follow(second)
     assert budget.size == size < 4096
-    assert len(told) == 1
+    assert len(warnings) == 1
     third = Prefixes(policy, prompts, max_tokens=TOKENS, batch_tokens=budget)
     assert [len(batch.prompts) for batch in third.batches] == [len(batch.prompts) for batch in second.batches]
 
@@ -184,7 +184,7 @@ def test_a_prompt_that_does_not_fit_alone_is_named_by_its_size(policy: Policy, p
         follow(Prefixes(policy, prompts, max_tokens=TOKENS))
 
 
-def test_a_single_prompt_is_tried_again_where_nothing_else_is_kept(
+def test_a_single_prompt_is_tried_again_where_nothing_else_is_cached(
     policy: Policy, prompts: list[EncodedPrompt]
 ) -> None:
     """As if what earlier prompts left in the caches were what fills the memory."""
@@ -233,16 +233,16 @@ class Warned(QuietReporter):
 
 
 def test_a_run_remembers_what_fits(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
-    bed, reporter = tiny("qwen2.5-vl"), Warned()
+    checkpoint, reporter = tiny("qwen2.5-vl"), Warned()
     changes = {
         "rounds": 1, "init": "rtn", "data.prompts": 4, "data.holdout": 2, "follow.max_tokens": 6, "calibrate.epochs": 1,
         "calibrate.batch": 4, "calibrate.micro_batch": 4, "compute.device": "cpu",
     }  # fmt: skip
     with memory_for(1):
         quantize(
-            str(bed.folder),
+            str(checkpoint.folder),
             tmp_path / "out",
-            calibration=bed.manifest,
+            calibration=checkpoint.manifest,
             recipe=Recipe().with_overrides(changes),
             reporter=reporter,
         )
@@ -250,6 +250,6 @@ def test_a_run_remembers_what_fits(tiny: Callable[[str], Tiny], tmp_path: Path) 
         "prompts",
         "tokens",
     ]
-    kept = json.loads((run_home(tmp_path / "out") / "room.json").read_text())
-    assert kept["prompts"] == 1
-    assert 0 < kept["tokens"] < Recipe().compute.batch_tokens
+    fits = json.loads((run_home(tmp_path / "out") / "room.json").read_text())
+    assert fits["prompts"] == 1
+    assert 0 < fits["tokens"] < Recipe().compute.batch_tokens

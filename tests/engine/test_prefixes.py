@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Tiny
-from naive import random_theta
+from naive import decoder_forwards, random_theta
 
 import onptq
 from onptq.bank import States, Trajectory
@@ -108,3 +108,24 @@ def test_settling_and_centring_leave_q_as_it_is_and_a_loan_ends_with_the_q_befor
         during = policy.generation
     assert len({generation, during, policy.generation}) == 3, "caches of the loan serve nobody else"
     assert all(module.state is state for module, state in zip(policy.wrapped, states, strict=True))
+
+
+def test_the_budget_is_for_all_prefixes_together(tiny: Callable[[str], Tiny]) -> None:
+    policy = tiny("qwen2.5-vl").policy("W4A8")
+    policy.freeze(Theta.rtn(policy.structure.blocks, policy.scheme))
+    prompts = tiny("qwen2.5-vl").encode(policy, 3)
+    unlimited = Prefixes(policy, prompts, max_tokens=TOKENS, batch_tokens=1)
+    sizes = [unlimited.prompt(index, "D").nbytes for index in range(3)]
+    prefixes = Prefixes(policy, prompts, max_tokens=TOKENS, batch_tokens=1, budget=sizes[0] + sizes[1])
+    forwards = []
+    for _ in range(2):
+        with decoder_forwards(policy) as seen:
+            for index in range(3):
+                prefixes.prompt(index, "D")
+        forwards.append(seen)
+    widths = [batch.width for batch in prefixes.batches]
+    assert forwards == [[("D", width) for width in widths], [("D", widths[2])]]
+    with decoder_forwards(policy) as seen:
+        prefixes.prompt(0, "Q")
+        prefixes.prompt(0, "Q")
+    assert seen == [("Q", widths[0])] * 2, "both sides share it"

@@ -1,4 +1,4 @@
-"""`onptq compare`: candidates built here and made elsewhere, on the same items and prompts, kept and added to."""
+"""`onptq compare`: methods and checkpoints on the same items and prompts, resumed and added to."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -40,19 +42,22 @@ from onptq.data.prompts import Prompt
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
 from onptq.evaluate import comparison
-from onptq.evaluate import session as hall
+from onptq.evaluate import session as sessions
 from onptq.evaluate.answers import read_answers
-from onptq.evaluate.behaviour import compare_rollouts
 from onptq.evaluate.build import checkpoint_bytes, measured_peak
-from onptq.evaluate.candidates import Built, Made, folder_name, parse_candidates
-from onptq.evaluate.items import Grade, Item
-from onptq.evaluate.report import ReportTable, markdown, sentences
+from onptq.evaluate.candidates import CheckpointCandidate, MethodCandidate, folder_name, parse_candidates
+from onptq.evaluate.report import ReportTable, markdown, sentences, summary_table
 from onptq.evaluate.scores import score
-from onptq.methods import METHODS
+from onptq.evaluate.summary import Report
+from onptq.evaluate.tasks import Grade, Item
+from onptq.methods.rtn import rtn
+from onptq.models.encoding import encode
 from onptq.models.language_model import LanguageModel
+from onptq.models.processing import PromptProcessor
 from onptq.models.structure import find_structure
 from onptq.progress import Bar, QuietReporter
 from onptq.recipe import Recipe
+from onptq.run import run_home
 from onptq.schemes import Scheme
 from onptq.zoo.random import write_random
 
@@ -79,12 +84,12 @@ def prompts(small: Path) -> list[Prompt]:
 @pytest.fixture(scope="module")
 def items(prompts: list[Prompt]) -> list[Item]:
     """Answered at random by a random model: some tasks right or wrong, one by facts."""
-    asked = [Item(f"q{n}", "letter", prompts[n], "", lambda text: Grade(text[:1] < "m"), 2) for n in range(6)]
-    told = [
+    letters = [Item(f"q{n}", "letter", prompts[n], "", lambda text: Grade(text[:1] < "m"), 2) for n in range(6)]
+    facts = [
         Item(f"t{n}", "tell", prompts[n], "", lambda text: Grade(text.count("e"), len(text)), 8, "facts")
         for n in range(3)
     ]
-    return [*asked, *told]
+    return [*letters, *facts]
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +101,10 @@ def exported(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def run(small: Path, out: Path, candidates: Sequence[str], **given: Any) -> dict[str, Any]:
+def run(small: Path, out: Path, candidates: Sequence[str], **given: Any) -> Report:
     prompts = load_manifest(small / "prompts.jsonl")
     options: dict[str, Any] = {"prompts": prompts[3:], "calibration": prompts[:3], "holdout": prompts[3:4]} | given
-    return comparison.compare(small, candidates, out, recipe=RECIPE, replicates=FEW, **options)
+    return comparison.compare_models(small, candidates, out, recipe=RECIPE, replicates=FEW, **options)
 
 
 def files(out: Path) -> dict[str, tuple[int, bytes]]:
@@ -139,7 +144,7 @@ class ListeningReporter(QuietReporter):
             yield bar
 
 
-# --- end to end -----------------------------------------------------------------------------------------------------------
+# --- end to end -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -153,42 +158,63 @@ def compared(small: Path, items: list[Item], exported: Path, tmp_path_factory: p
 
 def test_methods_and_a_checkpoint_are_compared_on_the_same_items_and_prompts(compared: Any, items: list[Item]) -> None:
     out, report, _ = compared
-    assert list(report["models"]) == ["dense", "rtn:W4A8", "smoothquant:W4A6", "rounded"]
-    for name, model in report["models"].items():
+    assert list(report.models) == ["dense", "rtn:W4A8", "smoothquant:W4A6", "rounded"]
+    for name, model in report.models.items():
         home = out / "onptq" / ("dense" if name == "dense" else f"candidates/{folder_name(name)}")
         answers = read_answers(home / "answers.parquet")[name]
         assert [one.item for one in answers] == [item.id for item in items]
-        assert model["tasks"] == score(items, answers).to_dict()["tasks"]
-        assert model["figures"]["letter"]["value"] == pytest.approx(model["tasks"]["letter"]["percent"])
+        assert model.scores == score(items, answers)
+        assert model.figures["letter"].value == pytest.approx(model.scores.tasks["letter"].percent)
         if name != "dense":
             states = States.read(home / "states.parquet")
-            said = {one.prompt: one.tokens for one in read_trajectories(home / "trajectories.parquet")}
-            assert sorted(said) == [0, 1, 2]
-            assert states.token.tolist() == [token for prompt in sorted(said) for token in said[prompt]]
-            assert model["figures"]["kl"]["value"] == pytest.approx(states.kl.mean())
-    assert report["models"]["dense"]["cost"] == {
-        "checkpoint_bytes": report["models"]["dense"]["cost"]["checkpoint_bytes"]
-    }
+            tokens = {one.prompt: one.tokens for one in read_trajectories(home / "trajectories.parquet")}
+            assert sorted(tokens) == [0, 1, 2]
+            assert states.token.tolist() == [token for prompt in sorted(tokens) for token in tokens[prompt]]
+            assert model.figures["kl"].value == pytest.approx(states.kl.mean())
+    assert [name for name, value in report.models["dense"].cost.items() if value] == ["checkpoint_bytes"]
 
 
-def test_a_method_built_here_and_the_checkpoint_that_was_written_of_it_cannot_be_told_apart(compared: Any) -> None:
+def test_states_of_a_method_and_of_a_checkpoint_are_those_of_the_library_s_steps(
+    compared: Any, small: Path, exported: Path
+) -> None:
+    """With one model as both sides of a policy, and with two models of their own."""
+    out, _, _ = compared
+    home = out / "onptq" / "candidates" / folder_name("rtn:W4A8")
+    source = find_source(small)
+    policy = load_policy(source, "W4A8")
+    policy.freeze(rtn(policy))
+    reader = load_reader(open_checkpoint(str(exported)), torch.float32, torch.device("cpu"), source.eos())
+    processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+    inputs = [processor(prompt) for prompt in load_manifest(small / "prompts.jsonl")[3:]]
+    dense, other = (
+        Prefixes(model, encode(model, inputs), max_tokens=6, batch_tokens=200) for model in (policy, reader)
+    )
+    rollouts = read_trajectories(home / "trajectories.parquet")
+    assert follow(dense) == follow(other) == rollouts
+    expected = States.read(home / "states.parquet")
+    for states in (compare_states(dense, rollouts), compare_states(dense, rollouts, quantized=other)):
+        for name, column in vars(expected).items():
+            assert np.array_equal(column, getattr(states, name)), name
+
+
+def test_a_method_and_the_checkpoint_that_was_written_of_it_differ_in_nothing(compared: Any) -> None:
     out, report, _ = compared
-    built, made = (out / "onptq" / "candidates" / folder_name(name) for name in ("rtn:W4A8", "rounded"))
+    method, checkpoint = (out / "onptq" / "candidates" / folder_name(name) for name in ("rtn:W4A8", "rounded"))
     for file in ("states.parquet", "trajectories.parquet"):
-        assert pq.read_table(built / file).equals(pq.read_table(made / file))
-    [pair] = [one for one in report["pairs"] if (one["first"], one["second"]) == ("rtn:W4A8", "rounded")]
-    assert set(pair["verdicts"].values()) <= {"same", "unknown"}
+        assert pq.read_table(method / file).equals(pq.read_table(checkpoint / file))
+    [pair] = [one for one in report.pairs if (one.first, one.second) == ("rtn:W4A8", "rounded")]
+    assert set(pair.verdicts.values()) <= {"same", "unknown"}
     assert "rounded against rtn:W4A8: no difference in anything measured." in sentences(report)
 
 
-def test_the_cost_of_what_is_built_is_the_exporter_s_size_and_measured_time(compared: Any, exported: Path) -> None:
+def test_the_cost_of_a_method_is_the_exporter_s_size_and_measured_time(compared: Any, exported: Path) -> None:
     _, report, _ = compared
-    costs = {name: model["cost"] for name, model in report["models"].items()}
+    costs = {name: model.cost for name, model in report.models.items()}
     written = sum(file.stat().st_size for file in exported.glob("*.safetensors"))
-    assert costs["rounded"] == {"checkpoint_bytes": written}
-    apart = headers(exported) - headers(Path(report["dense"]))
-    built = costs["rtn:W4A8"]["checkpoint_bytes"] + apart
-    assert built == pytest.approx(written, rel=0.005)  # shapes of packed weights apart
+    assert costs["rounded"] == {"seconds": None, "peak_bytes": None, "checkpoint_bytes": written}
+    apart = headers(exported) - headers(Path(report.dense))
+    expected = costs["rtn:W4A8"]["checkpoint_bytes"] + apart
+    assert expected == pytest.approx(written, rel=0.005)  # shapes of packed weights apart
     assert costs["rtn:W4A8"]["checkpoint_bytes"] < costs["dense"]["checkpoint_bytes"]
     assert costs["smoothquant:W4A6"]["seconds"] > 0
     assert costs["smoothquant:W4A6"]["peak_bytes"] > 10 * 2**20
@@ -206,37 +232,74 @@ def test_towers_run_once_for_all_that_share_them_and_once_more_for_a_checkpoint(
 
 def test_every_pair_has_differences_tests_and_a_sentence(compared: Any) -> None:
     out, report, _ = compared
-    pairs = [(pair["first"], pair["second"]) for pair in report["pairs"]]
+    pairs = [(pair.first, pair.second) for pair in report.pairs]
     assert len(pairs) == 3 + 3
-    assert pairs[:3] == [("dense", name) for name in list(report["models"])[1:]]
-    for pair, sentence in zip(report["pairs"], sentences(report), strict=True):
-        assert sentence.startswith(f"{pair['second']} against {pair['first']}: ")
+    assert pairs[:3] == [("dense", name) for name in list(report.models)[1:]]
+    for pair, sentence in zip(report.pairs, sentences(report), strict=True):
+        assert sentence.startswith(f"{pair.second} against {pair.first}: ")
         assert sentence.endswith(".")
-        a, b = (report["models"][pair[side]]["figures"] for side in ("first", "second"))
-        for name, found in pair["differences"].items():
-            if found["value"] is not None:
-                assert found["value"] == pytest.approx(b[name]["value"] - a[name]["value"], abs=1e-9)
-                assert found["low"] <= found["high"]
-        assert ("flips" in pair["mcnemar"]) == (pair["first"] != "dense")
+        a, b = (report.models[name].figures for name in (pair.first, pair.second))
+        for name, difference in pair.differences.items():
+            if difference.value is not None:
+                assert difference.value == pytest.approx(b[name].value - a[name].value, abs=1e-9)
+                assert difference.low <= difference.high
+        assert ("flips" in pair.mcnemar) == (pair.first != "dense")
     words = (out / "report.md").read_text()
     assert words == markdown(report)
-    assert json.loads((out / "report.json").read_text())["models"].keys() == report["models"].keys()
-    for name in report["models"]:
+    assert json.loads((out / "report.json").read_text()) == report.to_dict()
+    for name in report.models:
         assert f"| {name} |" in words
+
+
+def test_the_report_on_disk_keeps_its_fields(compared: Any) -> None:
+    """`report.json` is read by others: names of fields and their nesting."""
+    out, _, _ = compared
+    report = json.loads((out / "report.json").read_text())
+    assert list(report) == [
+        "dense", "origin", "items", "prompts", "bootstrap", "all_paired", "labels", "models", "pairs",
+    ]  # fmt: skip
+    assert report["bootstrap"].keys() == {"replicates", "confidence", "seed", "method"}
+    assert report["labels"]["letter"].keys() == {"name", "less_is_better", "percent", "digits"}
+    model = report["models"]["rtn:W4A8"]
+    assert model.keys() == {
+        "cost", "figures", "average_percent", "tasks", "flips", "changed_percent", "changed_percent_tasks",
+    }  # fmt: skip
+    assert model["figures"]["kl"].keys() == {"value", "low", "high"}
+    assert model["tasks"]["letter"].keys() == {"percent", "measure", "items", "points", "total"}
+    assert model["flips"].keys() == {"percent", "items", "right_to_wrong", "wrong_to_right", "tasks"}
+    pair = report["pairs"][-1]
+    assert pair.keys() == {"first", "second", "differences", "verdicts", "mcnemar"}
+    assert pair["differences"]["kl"].keys() == {"value", "low", "high", "differing"}
+    assert pair["mcnemar"]["right"].keys() == {"only_first", "only_second", "p"}
+
+
+def test_the_summary_has_a_row_per_model_and_the_figures_of_the_report(compared: Any) -> None:
+    _, report, _ = compared
+    table = summary_table(report)
+    assert list(table.header) == ["", "letter", "tell", "average", "flips %", "answers changed %", "mismatch %", "KL"]
+    keys = ("letter", "tell", "average", "flips", "changed", "mismatch", "kl")
+    assert [row[0] for row in table.rows] == list(report.models)
+    for row, model in zip(table.rows, report.models.values(), strict=True):
+        for cell, key in zip(row[1:], keys, strict=True):
+            digits = 4 if key == "kl" else 1
+            assert cell == (f"{model.figures[key].value:.{digits}f}" if key in model.figures else "-")
+    assert table.rows[0][4:] == ["-", "-", "-", "-"]  # the dense model differs from itself in nothing
+    assert "Scores in % on 3 to 6 items per task." in table.note
+    assert "on own answers to 3 prompts." in table.note
 
 
 def test_flips_against_dense_are_those_of_mcnemar_s_test(compared: Any) -> None:
     _, report, _ = compared
-    for pair in report["pairs"]:
-        if pair["first"] == "dense":
-            flips, test = report["models"][pair["second"]]["flips"], pair["mcnemar"]["right"]
-            assert (flips["right_to_wrong"], flips["wrong_to_right"]) == (test["only_first"], test["only_second"])
-            assert f"{flips['right_to_wrong'] + flips['wrong_to_right']} of {flips['items']} answers flipped" in (
-                "".join(one for one in sentences(report) if one.startswith(f"{pair['second']} against dense"))
-            )
+    against_dense = [pair for pair in report.pairs if pair.first == "dense"]
+    assert len(against_dense) == 3
+    for pair in against_dense:
+        flips, test = report.models[pair.second].change.total, pair.mcnemar["right"]
+        assert (flips.right_to_wrong, flips.wrong_to_right) == (test.only_first, test.only_second)
+        [sentence] = [one for one in sentences(report) if one.startswith(f"{pair.second} against dense")]
+        assert f"{flips.right_to_wrong + flips.wrong_to_right} of {flips.items} answers flipped" in sentence
 
 
-# --- kept, added, resumed, refused ----------------------------------------------------------------------------------------
+# --- resumed, added, refused ---------------------------------------------------------------------------------------
 
 
 def test_a_candidate_is_added_without_running_the_others_again(
@@ -244,19 +307,19 @@ def test_a_candidate_is_added_without_running_the_others_again(
 ) -> None:
     out, before, _ = compared
     copied = shutil.copytree(out, tmp_path / "out")
-    kept = files(copied)
+    present = files(copied)
     listening = ListeningReporter()
     report = run(small, copied, ["rtn:W4A8", "rtn:W8A8"], items=items, reporter=listening)
-    assert list(report["models"]) == [*before["models"], "rtn:W8A8"]
-    assert {name: model for name, model in report["models"].items() if name in before["models"]} == before["models"]
+    assert list(report.models) == [*before.models, "rtn:W8A8"]
+    assert {name: model for name, model in report.models.items() if name in before.models} == before.models
     assert [phase for phase in listening.phases if phase.startswith(("Answer", "Follow", "Build"))] == [
         "Build rtn:W8A8",
         "Answer rtn:W8A8",
         "Follow rtn:W8A8",
     ]
     after = files(copied)
-    assert {name: after[name] for name in kept} == kept
-    assert len(after) > len(kept)
+    assert {name: after[name] for name in present} == present
+    assert len(after) > len(present)
 
 
 def test_a_comparison_that_is_whole_loads_no_model(
@@ -264,7 +327,7 @@ def test_a_comparison_that_is_whole_loads_no_model(
 ) -> None:
     out, before, _ = compared
     copied = shutil.copytree(out, tmp_path / "out")
-    monkeypatch.setattr(hall, "load_policy", None)
+    monkeypatch.setattr(sessions, "load_policy", None)
     monkeypatch.setattr(comparison, "load_reader", None)
     assert run(small, copied, [str(exported), "rtn:W4A8"], items=items) == before
 
@@ -278,18 +341,18 @@ def test_killed_at_any_moment_it_ends_with_the_same_report(
     names = ["rtn:W4A8", "smoothquant:W4A6", str(exported)]
     with pytest.raises(Killed):
         run(small, tmp_path / "out", names, items=items, reporter=KillingReporter(phase))
-    kept = files(tmp_path / "out")
-    found = run(small, tmp_path / "out", names, items=items)
+    present = files(tmp_path / "out")
+    report = run(small, tmp_path / "out", names, items=items)
     after = files(tmp_path / "out")
-    assert {name: after[name] for name in kept} == kept
-    assert without_cost(found) == without_cost(expected)
+    assert {name: after[name] for name in present} == present
+    assert without_cost(report) == without_cost(expected)
 
 
-def without_cost(report: dict[str, Any]) -> dict[str, Any]:
-    models = {name: {key: model[key] for key in model if key != "cost"} for name, model in report["models"].items()}
-    return report | {"models": models}
+def without_cost(report: Report) -> Report:
+    return replace(report, models={name: replace(model, cost={}) for name, model in report.models.items()})
 
 
+@pytest.mark.slow
 def test_a_process_that_is_really_killed_leaves_nothing_torn(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [
@@ -331,7 +394,7 @@ def test_other_items_prompts_or_another_dense_model_are_refused(
     assert files(out) == before
 
 
-def test_another_candidate_under_a_kept_name_is_refused(
+def test_another_candidate_under_a_name_with_results_is_refused(
     compared: Any, small: Path, items: list[Item], prompts: list[Prompt], tmp_path: Path
 ) -> None:
     out, _, _ = compared
@@ -347,44 +410,81 @@ def test_only_items_or_only_prompts_can_be_compared_by_but_not_nothing(
     small: Path, items: list[Item], tmp_path: Path
 ) -> None:
     answers = run(small, tmp_path / "answers", ["rtn:W4A8"], items=items, prompts=())
-    assert "kl" not in answers["models"]["rtn:W4A8"]["figures"]
+    assert "kl" not in answers.models["rtn:W4A8"].figures
     states = run(small, tmp_path / "states", ["rtn:W4A8"])
-    assert "tasks" not in states["models"]["rtn:W4A8"]
-    assert states["pairs"][0]["differences"] == {}
-    for report in (answers, states):
+    assert states.models["rtn:W4A8"].scores is None
+    assert "tasks" not in states.to_dict()["models"]["rtn:W4A8"]
+    assert states.pairs[0].differences == {}
+    for report, heads in ((answers, ["flips %", "answers changed %"]), (states, ["mismatch %", "KL"])):
         assert "rtn:W4A8" in markdown(report)
+        assert list(summary_table(report).header)[-2:] == heads
     with pytest.raises(OnPTQError, match="nothing to compare by"):
         run(small, tmp_path / "none", ["rtn:W4A8"], prompts=())
     assert not (tmp_path / "none").exists()
 
 
-def test_the_cycle_builds_its_candidates_too_and_its_checkpoint_is_the_one_compared(
+def test_a_candidate_of_the_cycle_is_the_checkpoint_that_quantize_writes_of_it(
     small: Path, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    report = run(small, out, ["static:W4A8"])
-    folder = out / "onptq" / "candidates" / folder_name("static:W4A8") / "run"
-    assert (folder / "config.json").exists()
-    cost = report["models"]["static:W4A8"]["cost"]
-    assert cost["checkpoint_bytes"] == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    out, written = tmp_path / "out", tmp_path / "written"
+    report = run(small, out, ["onptq:W4A8"])
+    home = out / "onptq" / "candidates" / folder_name("onptq:W4A8")
+    assert not list(home.rglob("config.json"))  # candidates are compared without a checkpoint each
+    recipe = RECIPE.with_overrides({"scheme": "W4A8"})
+    onptq.quantize(small, written, calibration=prompts[:3], holdout=prompts[3:4], recipe=recipe, verify=False)
+    for name in (f"{part}.parquet" for part in ("trajectories", "bank", "holdout_trajectories", "holdout")):
+        assert (home / "run/rounds/0" / name).read_bytes() == (run_home(written) / "rounds/0" / name).read_bytes()
+    theta, expected = (
+        load_file(file) for file in (home / "theta.safetensors", run_home(written) / "rounds/0/theta.safetensors")
+    )
+    assert theta.keys() == expected.keys()
+    assert all(torch.equal(theta[name], expected[name]) for name in theta)
+    cost = report.models["onptq:W4A8"].cost
+    size = sum(file.stat().st_size for file in written.glob("*.safetensors"))
+    assert cost["checkpoint_bytes"] + headers(written) - headers(small) == pytest.approx(size, rel=0.005)
     assert cost["seconds"] > 0
-    again = run(small, out, [f"written={folder}"])
-    assert "written against static:W4A8: no difference in anything measured." in sentences(again)
+    again = run(small, out, [f"written={written}"])
+    assert "written against onptq:W4A8: no difference in anything measured." in sentences(again)
 
 
-# --- states ---------------------------------------------------------------------------------------------------------------
+def test_what_candidates_share_is_computed_once(small: Path, tmp_path: Path) -> None:
+    """The init, D's answers and first rollouts of candidates with the same theta^(0), and of that method itself."""
+    listening = ListeningReporter()
+    init = RECIPE.init
+    out = tmp_path / "out"
+    methods = ("onptq", "static", "uniform", "offpolicy")
+    run(small, out, [f"{name}:W4A8" for name in (init, *methods)], reporter=listening)
+    counts = Counter(listening.phases)
+    assert [name for name in counts if name.startswith("Build")] == [f"Build {init}:W4A8"]
+    assert (counts[f"Build {init}:W4A8"], counts["Load"], counts["Encode calibration"]) == (1, 1, 1)
+    followed = [name for name in counts if name.endswith("Follow 1")]
+    assert followed == ["onptq:W4A8 Follow 1", "offpolicy:W4A8 Follow 1"]  # one follows Q, the other D
+    homes = [out / "onptq/candidates" / folder_name(f"{name}:W4A8") / "run" for name in methods]
+    rollouts, held_out, thetas = (
+        [(home / "rounds/0" / file).read_bytes() for home in homes]
+        for file in ("trajectories.parquet", "holdout.parquet", "theta.safetensors")
+    )
+    assert len(set(rollouts[:3])) == len(set(held_out)) == 1
+    assert rollouts[3] != rollouts[0]
+    assert len(set(thetas)) == 4
+
+
+# --- states ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", [*MULTIMODAL, "llama"])
-def test_states_are_those_that_compare_finds(tiny: Callable[[str], Tiny], family: str) -> None:
+def test_states_against_another_model_are_those_against_the_same_policy(
+    tiny: Callable[[str], Tiny], family: str
+) -> None:
     model = tiny(family)
     policy = model.policy("W4A16")
-    policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
-    prefixes = Prefixes(policy, model.encode(policy, 5), max_tokens=5, batch_tokens=200)
+    policy.freeze(rtn(policy))
+    prefixes, other = (Prefixes(policy, model.encode(policy, 5), max_tokens=5, batch_tokens=200) for _ in range(2))
     trajectories = follow(prefixes)
-    expected, found = compare_states(prefixes, trajectories), compare_rollouts(prefixes, prefixes, trajectories)
+    expected = compare_states(prefixes, trajectories)
+    states = compare_states(prefixes, trajectories, quantized=other)
     for name, column in vars(expected).items():
-        assert np.array_equal(column, getattr(found, name)), name
+        assert np.array_equal(column, getattr(states, name)), name
 
 
 def test_logits_that_are_not_finite_are_reported_with_the_candidate_s_name(
@@ -395,11 +495,11 @@ def test_logits_that_are_not_finite_are_reported_with_the_candidate_s_name(
     [gain] = [name for name in tensors if name.endswith("model.norm.weight")]
     tensors[gain] = torch.full_like(tensors[gain], torch.nan)
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(OnPTQError, match=r"broken: .*not finite"):
+    with pytest.raises(OnPTQError, match=r"broken: the model's logits overflow or hold NaN at prompt \d, token \d"):
         run(small, tmp_path / "out", [str(broken)])
 
 
-# --- checkpoints made by others -------------------------------------------------------------------------------------------
+# --- checkpoints made by others -------------------------------------------------------------------------------------
 
 
 def exact_names(folder: Path) -> None:
@@ -419,10 +519,10 @@ def exact_names(folder: Path) -> None:
 
 
 @torch.no_grad()
-def picture_logits(reader: Any, model: Tiny) -> torch.Tensor:
+def image_logits(reader: Any, model: Tiny) -> torch.Tensor:
     inputs = model.processor(load_manifest(model.manifest)[2])
-    found: torch.Tensor = reader.model(**inputs.tensors, use_cache=False).logits
-    return found
+    logits: torch.Tensor = reader.model(**inputs.tensors, use_cache=False).logits
+    return logits
 
 
 @pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
@@ -433,7 +533,7 @@ def test_towers_stay_plain_though_the_ignore_list_names_them_as_on_disk(
     """As llm-compressor leaves its checkpoints; transformers alone would take the towers for quantized."""
     model = tiny(family)
     policy = model.policy(scheme)
-    policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
+    policy.freeze(rtn(policy))
     known = model.source.family
     write_checkpoint(
         model.folder, tmp_path, policy.folded(), policy.scheme, ignore=known.ignore, other_models=known.other_models
@@ -441,8 +541,8 @@ def test_towers_stay_plain_though_the_ignore_list_names_them_as_on_disk(
     exact_names(tmp_path)
     reader = load_reader(open_checkpoint(str(tmp_path)), torch.float32, torch.device("cpu"), model.source.eos())
     with policy.speaking("Q"):
-        expected = picture_logits(policy, model)
-    assert torch.equal(picture_logits(reader, model), expected)
+        expected = image_logits(policy, model)
+    assert torch.equal(image_logits(reader, model), expected)
 
 
 def test_a_decoder_linear_left_plain_by_its_name_on_disk_stays_plain(
@@ -450,7 +550,7 @@ def test_a_decoder_linear_left_plain_by_its_name_on_disk_stays_plain(
 ) -> None:
     model = tiny("qwen2.5-vl")
     policy = model.policy("W4A16")
-    policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
+    policy.freeze(rtn(policy))
     write_checkpoint(model.folder, tmp_path, policy.folded(), policy.scheme, ignore=model.source.family.ignore)
     tensors, dense = load_file(tmp_path / "model.safetensors"), load_file(model.source.shards[0])
     [name] = [key for key in dense if key.endswith("layers.1.mlp.down_proj.weight") and "visual" not in key]
@@ -459,7 +559,7 @@ def test_a_decoder_linear_left_plain_by_its_name_on_disk_stays_plain(
     save_file(tensors | {name: dense[name]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     exact_names(tmp_path)
     reader = load_reader(open_checkpoint(str(tmp_path)), torch.float32, torch.device("cpu"), ())
-    linear = reader.structure.blocks[1].child("down_proj")
+    linear: Any = reader.structure.blocks[1].child("down_proj")
     assert getattr(linear, "quantization_scheme", None) is None
     assert torch.equal(linear.weight, dense[name].float())
     assert getattr(reader.structure.blocks[0].child("down_proj"), "quantization_scheme", None) is not None
@@ -469,7 +569,7 @@ def test_a_decoder_linear_left_plain_by_its_name_on_disk_stays_plain(
 class Packed(nn.Module):
     """A linear as other packages bring it: no nn.Linear, and nothing called weight."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: Any) -> None:
         super().__init__()
         self.inner, self.out_features = linear, linear.out_features
 
@@ -493,7 +593,7 @@ def test_linears_and_heads_of_any_kind_are_run_as_they_are(tiny: Callable[[str],
     dense, other = (Prefixes(reader, encoded, max_tokens=4) for reader in readers)
     trajectories = follow(other)
     assert trajectories == follow(dense)
-    states = compare_rollouts(dense, other, trajectories)
+    states = compare_states(dense, trajectories, quantized=other)
     assert states.kl.max() < 1e-5
     assert not (states.kind == MISMATCH).any()
 
@@ -507,19 +607,25 @@ def test_a_checkpoint_with_other_tokens_is_refused(small: Path, tmp_path: Path) 
 
 def test_a_dense_folder_is_a_candidate_that_differs_in_nothing(small: Path, items: list[Item], tmp_path: Path) -> None:
     report = run(small, tmp_path / "out", [f"itself={small}"], items=items)
-    figures = report["models"]["itself"]["figures"]
-    assert (figures["mismatch"]["value"], figures["flips"]["value"], figures["changed"]["value"]) == (0, 0, 0)
-    assert figures["kl"]["value"] == pytest.approx(0, abs=1e-6)
+    figures = report.models["itself"].figures
+    assert (figures["mismatch"].value, figures["flips"].value, figures["changed"].value) == (0, 0, 0)
+    assert figures["kl"].value == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(
     ("harm", "expected"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "no readable config.json"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "expected a JSON object"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors files"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"torn"), "cannot be read"),
-        (lambda folder: drop_tensor(folder), "missing or misshapen|does not load"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold a JSON object, got list"),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            "expected a checkpoint in safetensors .*got no weights",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"torn"),
+            "model.safetensors .*no safetensors header",
+        ),
+        (lambda folder: drop_tensor(folder), r"reports 1 missing keys: .*attn\.qkv\.weight"),
         (lambda folder: change_config(folder, model_type="llama"), "is a llama model, the dense one is qwen2.5-vl"),
         (lambda folder: change_config(folder, quantization_config={"quant_method": "gptq"}), "gptq"),
     ],
@@ -534,16 +640,16 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(
     assert str(broken) in str(raised.value)
 
 
-def test_a_broken_checkpoint_can_be_mended_and_compared_under_the_same_name(
+def test_a_broken_checkpoint_can_be_repaired_and_compared_under_the_same_name(
     small: Path, exported: Path, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(exported, tmp_path / "mended")
+    folder = shutil.copytree(exported, tmp_path / "repaired")
     drop_tensor(folder)
     run(small, tmp_path / "out", ["rtn:W8A8"])
-    with pytest.raises(OnPTQError, match=r"missing or misshapen|does not load"):
+    with pytest.raises(OnPTQError, match="reports 1 missing keys"):
         run(small, tmp_path / "out", [str(folder)])
     shutil.copy(exported / "model.safetensors", folder)
-    assert list(run(small, tmp_path / "out", [str(folder)])["models"]) == ["dense", "rtn:W8A8", "mended"]
+    assert list(run(small, tmp_path / "out", [str(folder)]).models) == ["dense", "rtn:W8A8", "repaired"]
 
 
 def drop_tensor(folder: Path) -> None:
@@ -557,24 +663,25 @@ def change_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-# --- candidates -----------------------------------------------------------------------------------------------------------
+# --- candidates -----------------------------------------------------------------------------------------------------
 
 
 def test_candidates_are_folders_named_folders_or_methods_with_a_scheme(tmp_path: Path) -> None:
     folder = tmp_path / "some model"
     folder.mkdir()
-    found = parse_candidates(
+    candidates = parse_candidates(
         [str(folder), f"mine={folder}", "rtn:w4a8", "onptq:W4A6@paper", "zoo:qwen2.5-vl"],
         RECIPE.with_overrides({"seed": 7, "compute.device": "cpu"}),
         ["rounds=3"],
     )
-    assert found[:2] == [Made("some model", str(folder)), Made("mine", str(folder))]
-    assert found[4] == Made("zoo:qwen2.5-vl", "zoo:qwen2.5-vl")
-    rounded, learned = found[2], found[3]
-    assert isinstance(rounded, Built)
-    assert isinstance(learned, Built)
-    assert (rounded.name, rounded.scheme, rounded.by_the_cycle) == ("rtn:W4A8", Scheme(4, 8), False)
-    assert (learned.name, learned.by_the_cycle) == ("onptq:W4A6@paper", True)
+    assert candidates[:2] == [CheckpointCandidate(name, str(folder)) for name in ("some model", "mine")]
+    assert candidates[4] == CheckpointCandidate("zoo:qwen2.5-vl", "zoo:qwen2.5-vl")
+    rounded, learned = candidates[2], candidates[3]
+    assert isinstance(rounded, MethodCandidate)
+    assert isinstance(learned, MethodCandidate)
+    assert (rounded.name, rounded.scheme, rounded.recipe.method) == ("rtn:W4A8", Scheme(4, 8), "rtn")
+    assert (rounded.recipe.rounds, rounded.recipe.init) == (0, "rtn")
+    assert (learned.name, learned.recipe.method) == ("onptq:W4A6@paper", "onptq")
     assert learned.recipe == Recipe.preset(
         "paper", {"rounds": 3, "scheme": "W4A6", "seed": 7, "compute.device": "cpu", "compute.batch_tokens": 200}
     )
@@ -585,14 +692,15 @@ def test_names_that_look_alike_in_a_folder_keep_their_own_figures(small: Path, e
     onptq.quantize(small, coarse, recipe=RECIPE.with_overrides({"scheme": "W2A8", "method": "rtn"}), verify=False)
     names = {"run 1": exported, "run-1": coarse, "..": exported, ".": coarse, "a/b": exported, "rtn-W8A8": coarse}
     together = run(small, tmp_path / "all", [*(f"{name}={folder}" for name, folder in names.items()), "rtn:W8A8"])
-    assert list(together["models"]) == ["dense", *names, "rtn:W8A8"]
+    assert list(together.models) == ["dense", *names, "rtn:W8A8"]
     for name, folder in names.items():
         alone = run(small, tmp_path / "alone" / folder.name, [f"one={folder}"])
-        assert together["models"][name]["figures"] == alone["models"]["one"]["figures"]
-    kept = {path.name for path in (tmp_path / "all" / "onptq" / "candidates").iterdir()}
-    assert kept == {folder_name(name) for name in (*names, "rtn:W8A8")}
-    assert {"run-1", "rtn-W8A8"} < kept
-    assert len(kept) == len(names) + 1
+        assert together.models[name].figures == alone.models["one"].figures
+    assert together.models["run 1"].figures != together.models["run-1"].figures
+    folders = {path.name for path in (tmp_path / "all" / "onptq" / "candidates").iterdir()}
+    assert folders == {folder_name(name) for name in (*names, "rtn:W8A8")}
+    assert {"run-1", "rtn-W8A8"} < folders
+    assert len(folders) == len(names) + 1
 
 
 @pytest.mark.parametrize(
@@ -623,10 +731,10 @@ def test_a_method_that_needs_prompts_says_so(small: Path, tmp_path: Path) -> Non
 def test_the_size_of_a_checkpoint_is_known_without_writing_it(small: Path, tmp_path: Path, scheme: str) -> None:
     source = find_source(small)
     policy = load_policy(source, scheme)
-    policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
+    policy.freeze(rtn(policy))
     write_checkpoint(source.folder, tmp_path, policy.folded(), policy.scheme, ignore=source.family.ignore)
     written = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    expected = checkpoint_bytes(policy, source) + headers(tmp_path) - headers(source.folder)
+    expected = checkpoint_bytes(source, policy.scheme) + headers(tmp_path) - headers(source.folder)
     assert expected == pytest.approx(written, rel=0.005)  # shapes of packed weights apart
 
 
@@ -637,8 +745,8 @@ def headers(folder: Path) -> int:
 
 def test_the_peak_is_of_the_block_alone() -> None:
     with measured_peak(torch.device("cpu")) as large:
-        held = torch.ones(2**26)
-        del held
+        tensor = torch.ones(2**26)
+        del tensor
     with measured_peak(torch.device("cpu")) as little:
         pass
     if large.bytes is None or little.bytes is None:
@@ -646,7 +754,7 @@ def test_the_peak_is_of_the_block_alone() -> None:
     assert large.bytes - little.bytes > 2**27
 
 
-# --- the command ----------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------------------------
 
 
 def call(*arguments: object) -> Any:
@@ -685,10 +793,10 @@ def test_the_command_skips_bad_prompts_and_warns_of_those_it_was_calibrated_with
         *("--calibration", known, "--prompts", 3, "--on-bad-prompt", "skip", "--set", "follow.max_tokens=4", "--quiet"),
     )
     assert result.exit_code == 0, result.output
-    said = " ".join(result.stderr.split())
-    assert "1 bad prompts are skipped:" in said
-    assert "line 1: `text` must not be empty" in said
-    assert "1 of 3 prompts that behaviour is compared on are calibration prompts too, e.g. prompt '3'" in said
+    shown = " ".join(result.stderr.split())
+    assert "1 bad prompts are skipped:" in shown
+    assert "line 1: `text` must not be empty" in shown
+    assert "1 of 3 prompts that behaviour is compared on are calibration prompts too, e.g. prompt '3'" in shown
 
 
 @pytest.mark.parametrize(
@@ -721,8 +829,8 @@ def test_a_place_that_cannot_be_used_is_noticed_before_anything_is_drawn(
     def refuse(*given: object) -> None:
         raise AssertionError("drawn")
 
-    monkeypatch.setattr("onptq.cli.compare.draw_items", refuse)
-    monkeypatch.setattr("onptq.cli.compare.draw_prompts", refuse)
+    for name in ("draw_items", "draw_prompts", "draw_calibration"):
+        monkeypatch.setattr(f"onptq.zoo.materials.{name}", refuse)
     (tmp_path / "file").write_text("something")
     result = call("compare", small, "rtn:W4A8", "--out", tmp_path / "file")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -744,9 +852,9 @@ def shown_in(width: int, table: ReportTable) -> list[str]:
 def test_an_interval_that_does_not_fit_beside_its_value_goes_below_it() -> None:
     shown = ReportTable("Behaviour", ["", "KL"], [["rtn:W4A8", "0.1 [0.0, 0.2]"]], "")
     for width, expected in ((26, "0.1 [0.0, 0.2]"), (25, "0.1\n[0.0, 0.2]"), (21, "0.1")):
-        [found] = fit(shown, width)
-        assert found.rows == [["rtn:W4A8", expected]]
-        assert found.note.strip() == (LEFT_OUT if width == 21 else "")
+        [fitted] = fit(shown, width)
+        assert fitted.rows == [["rtn:W4A8", expected]]
+        assert fitted.note.strip() == (LEFT_OUT if width == 21 else "")
 
 
 TASKS = ("choice", "read", "answer", "caption", "listen", "speech WER", "spoken caption", "average score", "flips")
@@ -800,7 +908,7 @@ def test_the_command_says_where_its_report_is_and_what_it_did_not_run_again(smal
 def test_a_report_claims_no_split_of_prompts_that_a_manifest_gave(compared: Any) -> None:
     out, report, _ = compared
     words = (out / "report.md").read_text()
-    assert f"its own greedy answers to {report['prompts']} prompts, against" in words
+    assert f"its own greedy answers to {report.prompts} prompts, against" in words
     assert "held-out" not in words
     assert "test items" not in words
 

@@ -1,4 +1,4 @@
-"""Answers of D and Q to items, what they are worth, and how two models' answers are compared."""
+"""Answers of D and Q to items, their grades, and how two models' answers are compared."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from naive import next_logits, without_ties
 
 from onptq.data.manifest import load_manifest
 from onptq.errors import OnPTQError
-from onptq.evaluate.answers import Answer, Questions, answer, check_items, read_answers, write_answers
-from onptq.evaluate.items import Grade, Item, exact, items_digest
+from onptq.evaluate.answers import Answer, Questions, answer, read_answers, write_answers
 from onptq.evaluate.scores import Flips, compare_answers, score
-from onptq.methods import METHODS
+from onptq.evaluate.tasks import Grade, Item, check_items, exact, items_digest
+from onptq.methods.rtn import rtn
 from onptq.models.language_model import Side
 from onptq.models.processing import PromptProcessor
 from onptq.quantizer.policy import Policy
@@ -40,7 +40,7 @@ def given(name: str, text: str = "yes", points: float = 1, total: float = 1, tas
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
-def asked(model: Tiny, limits: list[int]) -> list[Item]:
+def items_of(model: Tiny, limits: list[int]) -> list[Item]:
     prompts = load_manifest(model.manifest)
     return [
         Item(f"item {n}", "task", prompts[n], "", lambda text: Grade(len(text)), limit)
@@ -50,40 +50,41 @@ def asked(model: Tiny, limits: list[int]) -> list[Item]:
 
 def quantized(model: Tiny) -> Policy:
     policy = model.policy("W4A8", torch.float64)
-    policy.freeze(METHODS["rtn"](policy, [], lambda blocks: None))
+    policy.freeze(rtn(policy))
     return policy
 
 
 def naive_answer(policy: Policy, side: Side, processor: PromptProcessor, one: Item) -> str:
-    inputs, said = processor(one.prompt), list[int]()
-    while len(said) < one.max_tokens and not (said and said[-1] in policy.eos):
-        said.append(int(next_logits(policy, side, inputs, said).argmax()))
-    text: str = processor.tokenizer.decode(said, skip_special_tokens=True)
+    inputs, tokens = processor(one.prompt), list[int]()
+    while len(tokens) < one.max_tokens and not (tokens and tokens[-1] in policy.eos):
+        tokens.append(int(next_logits(policy, side, inputs, tokens).argmax()))
+    text: str = processor.tokenizer.decode(tokens, skip_special_tokens=True)
     return text
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "qwen2.5-omni", "llama"])
 def test_both_models_answer_as_one_who_prefills_every_token_anew(tiny: Callable[[str], Tiny], family: str) -> None:
     model = tiny(family)
-    policy, items = quantized(model), asked(model, [3, 5, 3, 5, 1])
+    policy, items = quantized(model), items_of(model, [3, 5, 3, 5, 1])
     questions = Questions(policy, model.processor, items, batch_tokens=200)
-    found = {side: answer(questions, side) for side in ("D", "Q")}
-    for side, answers in found.items():
+    sides: tuple[Side, Side] = ("D", "Q")
+    answered = {side: answer(questions, side) for side in sides}
+    for side, answers in answered.items():
         expected = [naive_answer(policy, side, model.processor, one) for one in items]
         assert [one.text for one in answers] == expected
         assert [one.item for one in answers] == [one.id for one in items]
         assert [one.points for one in answers] == [len(text) for text in expected]
-    assert found["D"] != found["Q"]
+    assert answered["D"] != answered["Q"]
 
 
 def test_an_answer_ends_where_the_model_ends_it(tiny: Callable[[str], Tiny]) -> None:
     model = tiny("qwen2.5-vl")
-    policy, items = quantized(model), asked(model, [6, 6, 6])
+    policy, items = quantized(model), items_of(model, [6, 6, 6])
     free = [naive_answer(policy, "D", model.processor, one) for one in items]
-    inputs, said = model.processor(items[1].prompt), list[int]()
+    inputs, tokens = model.processor(items[1].prompt), list[int]()
     for _ in range(3):
-        said.append(int(next_logits(policy, "D", inputs, said).argmax()))
-    policy.eos = frozenset({said[-1]})
+        tokens.append(int(next_logits(policy, "D", inputs, tokens).argmax()))
+    policy.eos = frozenset({tokens[-1]})
     ended = answer(Questions(policy, model.processor, items), "D")[1].text
     assert free[1].startswith(ended)
     assert len(ended) < len(free[1])
@@ -93,14 +94,17 @@ def test_towers_run_once_for_many_items_and_prompts_once_per_model(
     tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("qwen2.5-vl")
-    policy, items = quantized(model), asked(model, [2, 4, 4])
-    towers, steps = [0], list[int]()
-    visual = policy.model.model.visual
-    visual.register_forward_hook(lambda *_: towers.__setitem__(0, towers[0] + 1))
+    policy, items = quantized(model), items_of(model, [2, 4, 4])
+    towers, steps = list[int](), list[int]()
+    loaded: Any = policy.model
+    loaded.model.visual.register_forward_hook(lambda *_: towers.append(1))
     run = policy.run
-    monkeypatch.setattr(
-        policy, "run", lambda tokens, *rest: (steps.append(tokens.embeds.shape[1]), run(tokens, *rest))[1]
-    )
+
+    def counted(tokens: Any, *rest: Any) -> Any:
+        steps.append(tokens.embeds.shape[1])
+        return run(tokens, *rest)
+
+    monkeypatch.setattr(policy, "run", counted)
     advanced = list[int]()
     questions = Questions(policy, model.processor, items, advance=advanced.append)
     assert sum(advanced) == len(items)
@@ -123,7 +127,7 @@ def test_items_need_unique_ids_one_measure_per_task_and_room_in_the_context(tiny
     with pytest.raises(OnPTQError, match="'b' of task 'choice' is measured by facts"):
         check_items([item("a"), item("b", measure="facts")])
     model = tiny("llama")
-    [one] = asked(model, [10**6])
+    [one] = items_of(model, [10**6])
     with pytest.raises(OnPTQError, match="more than the model's context"):
         Questions(quantized(model), model.processor, [one])
 
@@ -137,9 +141,7 @@ def test_answers_read_back_as_they_were_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"id": "b"}, {"task": "read"}, {"reference": "no"}, {"max_tokens": 5}, {"measure": "facts"}]
 )
-def test_the_digest_of_items_sees_what_is_asked_and_expected(
-    tiny: Callable[[str], Tiny], change: dict[str, Any]
-) -> None:
+def test_the_digest_of_items_sees_questions_and_references(tiny: Callable[[str], Tiny], change: dict[str, Any]) -> None:
     prompts = load_manifest(tiny("qwen2.5-vl").manifest)
     one = item("a", prompt=prompts[0])
     assert items_digest([one]) == items_digest([replace(one, grade=lambda text: Grade(0))])

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_evaluate import given as answered
-from test_evaluate import item
 
 from onptq.bank import AGREE, MISMATCH, States
 from onptq.cycle.rounds import bank_figures, first_fork
-from onptq.evaluate.behaviour import per_prompt
-from onptq.evaluate.measures import Label, behaviour_measures, change_measures, labels, score_measures
+from onptq.evaluate.answers import Answer
+from onptq.evaluate.metrics import Label, behaviour_measures, change_measures, labels, per_prompt, score_measures
 from onptq.evaluate.report import sentences
 from onptq.evaluate.statistics import (
     Interval,
@@ -28,6 +26,7 @@ from onptq.evaluate.statistics import (
     mcnemar,
 )
 from onptq.evaluate.summary import Results, summarize, verdict
+from onptq.evaluate.tasks import Item, exact
 
 
 def ratio(numerator: Any, denominator: Any = None, stratum: str = "s", **options: Any) -> Measure:
@@ -35,6 +34,14 @@ def ratio(numerator: Any, denominator: Any = None, stratum: str = "s", **options
     return Measure(
         (Part(stratum, top, np.ones(len(top)) if denominator is None else np.asarray(denominator, float)),), **options
     )
+
+
+def item(name: str, task: str = "choice", measure: Any = "accuracy") -> Item:
+    return Item(name, task, None, "yes", exact("yes"), 4, measure)  # type: ignore[arg-type]
+
+
+def answered(name: str, text: str = "yes", points: float = 1, total: float = 1, task: str = "choice") -> Answer:
+    return Answer(name, task, text, points, total)
 
 
 # --- the bootstrap ----------------------------------------------------------------------------------------------------
@@ -124,6 +131,17 @@ def test_equal_models_differ_by_exactly_nothing() -> None:
     assert found == Interval(0, 0, 0)
 
 
+def test_the_last_bits_of_a_sum_are_no_difference() -> None:
+    """The same shares, summed over other numbers of states, differ in the last bit of every resample."""
+    numerators, denominators = np.array([0.1, 0.2, 0.3, 0.7] * 5), np.array([1.0, 3.0, 7.0, 9.0] * 5)
+    first, second = ratio(numerators, denominators), ratio(numerators / 3, denominators / 3)
+    resampler = Resampler(replicates=300)
+    apart = resampler._distribution(second) - resampler._distribution(first)
+    assert 0 < np.abs(apart).max() < 1e-12, "the case occurs"
+    assert resampler.difference(first, second) == Interval(0, 0, 0)
+    assert resampler.difference(first, ratio(numerators + 1e-6, denominators)).value != 0
+
+
 def test_a_stratum_has_one_size() -> None:
     resampler = Resampler(replicates=10)
     resampler.estimate(ratio([1, 2]))
@@ -151,8 +169,13 @@ def test_a_difference_needs_enough_differing_clusters_to_be_told_from_chance() -
     for level in (0.9, 0.95, 0.99):
         fewest = fewest_differing(level)
         assert 2 * 0.5**fewest <= 1 - level < 2 * 0.5 ** (fewest - 1)
+
+
+def test_clusters_differ_where_their_shares_do() -> None:
     a, b = ratio([1, 2, 0, 4], [1, 2, 0, 5]), ratio([2, 2, 0, 4], [2, 4, 0, 5])
     assert differing(a, b) == 1  # 1/1 and 2/2 are the same share, nothing of nothing is none
+    assert differing(ratio([1, 2, 3], [1, 2, 3]), ratio([2, 4, 6], [2, 4, 6])) == 0, "though all numerators differ"
+    assert differing(ratio([1, 2, 3], [1, 2, 3]), ratio([1, 2, 3], [2, 4, 6])) == 3, "though no numerator does"
 
 
 @pytest.mark.parametrize(
@@ -276,12 +299,12 @@ def test_flips_that_cancel_in_the_score_are_told_by_their_own_test() -> None:
 
     wrong = set(range(20))
     results = {"dense": model(wrong), "A": model(wrong), "B": model(wrong - {0, 1, 2, 3} | {20, 21, 22, 23})}
-    report = {"dense": "some model"} | summarize(items, [], results, Resampler(replicates=200))
-    pair = report["pairs"][-1]
-    assert (pair["first"], pair["second"]) == ("A", "B")
-    assert pair["mcnemar"]["right"] == {"only_first": 4, "only_second": 4, "p": pytest.approx(1)}
-    assert pair["mcnemar"]["flips"] == {"only_first": 0, "only_second": 8, "p": pytest.approx(2 / 2**8)}
-    assert pair["verdicts"] == {
+    report = summarize(items, [], results, Resampler(replicates=200), "some model")
+    pair = report.pairs[-1]
+    assert (pair.first, pair.second) == ("A", "B")
+    assert pair.mcnemar["right"].to_dict() == {"only_first": 4, "only_second": 4, "p": pytest.approx(1)}
+    assert pair.mcnemar["flips"].to_dict() == {"only_first": 0, "only_second": 8, "p": pytest.approx(2 / 2**8)}
+    assert pair.verdicts == {
         "choice": "open", "average": "open", "flips": "worse", "changed": "worse", "changed_wrong": "same",
     }  # fmt: skip
     first, second, last = sentences(report)
@@ -298,6 +321,44 @@ def test_one_flipped_answer_is_no_difference_though_its_interval_leaves_zero_out
         "dense": Results([answered("c0"), answered("c1")]),
         "A": Results([answered("c0", "no", 0), answered("c1", "no", 0)]),
     }
-    [pair] = summarize(items, [], results, Resampler(replicates=50))["pairs"]
-    assert pair["differences"]["choice"] == {"value": -100, "low": -100, "high": -100, "differing": 2}
-    assert pair["verdicts"]["choice"] == "open"
+    [pair] = summarize(items, [], results, Resampler(replicates=50)).pairs
+    assert pair.differences["choice"] == Interval(-100, -100, -100)
+    assert pair.differing["choice"] == 2
+    assert pair.verdicts["choice"] == "open"
+
+
+def test_an_answer_that_earns_a_part_of_its_points_is_wrong() -> None:
+    items = [item(f"c{n}") for n in range(8)]
+    full, half = ([answered(f"c{n}", text, points) for n in range(8)] for text, points in (("yes", 1), ("ye", 0.5)))
+    report = summarize(items, [], {"dense": Results(full), "A": Results(half), "B": Results(full)}, Resampler(0, 50))
+    change = report.models["A"].change
+    assert change is not None
+    assert (change.total.right_to_wrong, change.total.wrong_to_right) == (8, 0)
+    assert report.models["A"].figures["flips"].value == 100
+    assert report.models["A"].figures["choice"].value == 50
+    assert report.pairs[-1].mcnemar["right"].to_dict() == {
+        "only_first": 0,
+        "only_second": 8,
+        "p": pytest.approx(2 / 2**8),
+    }
+
+
+def test_flips_are_judged_by_mcnemars_test_not_by_their_interval() -> None:
+    """Of 60 items, A flips 4 and B 13 others: the interval leaves zero out, and chance does so in one of 20 cases."""
+    items = [item(f"c{n}") for n in range(60)]
+
+    def model(wrong: range) -> Results:
+        return Results([answered(f"c{n}", "no" if n in wrong else "yes", n not in wrong) for n in range(60)])
+
+    results = {"dense": model(range(0)), "A": model(range(4)), "B": model(range(4, 17))}
+    pair = summarize(items, [], results, Resampler(replicates=2000)).pairs[-1]
+    assert pair.differences["flips"].excludes_zero
+    assert pair.differing["flips"] == 17
+    assert pair.mcnemar["flips"].p == pytest.approx(2 * sum(math.comb(17, k) for k in range(5)) / 2**17)
+    assert pair.mcnemar["flips"].p < 0.05
+    assert pair.verdicts["flips"] == "worse"
+    results["B"] = model(range(4, 16))
+    pair = summarize(items, [], results, Resampler(replicates=2000)).pairs[-1]
+    assert pair.differences["flips"].excludes_zero
+    assert pair.mcnemar["flips"].p > 0.05
+    assert pair.verdicts["flips"] == "open"

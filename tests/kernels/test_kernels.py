@@ -1,4 +1,4 @@
-"""Who computes, kernels or their plain twins; and that both say the same, whether or not a GPU is here."""
+"""The choice between kernels and their plain twins, and that both agree, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,36 +14,47 @@ import torch
 from onptq import kernels
 from onptq.errors import OnPTQError
 
-CHECKS = Path(__file__).with_name("kernel_checks.py")
+CHECKS = ("checks_rows", "checks_weights", "checks_decisions", "checks_cycle")
 
 if torch.cuda.is_available():
-    pytest.register_assert_rewrite("kernel_checks")
-    from kernel_checks import *  # noqa: F403
+    pytest.register_assert_rewrite("kernel_support", *CHECKS)
+    from checks_cycle import *  # noqa: F403
+    from checks_decisions import *  # noqa: F403
+    from checks_rows import *  # noqa: F403
+    from checks_weights import *  # noqa: F403
 else:
 
+    @pytest.mark.slow
     @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-    def test_kernels_agree_with_their_twins_in_tritons_interpreter() -> None:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(CHECKS)]
+    @pytest.mark.parametrize("checks", CHECKS)
+    def test_kernels_agree_with_their_twins_in_tritons_interpreter(checks: str) -> None:
+        """In a process of its own, since Triton chooses the interpreter at import."""
+        folder = Path(__file__).parent
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder / f"{checks}.py")]
         environment = os.environ | {"TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, env=environment, cwd=CHECKS.parent, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert " passed" in done.stdout
         assert "skipped" not in done.stdout
 
 
-def test_on_the_cpu_the_plain_functions_compute_and_triton_is_never_imported() -> None:
+@pytest.mark.slow
+def test_on_a_cpu_the_twins_compute_and_triton_is_not_imported() -> None:
     program = """
 import sys
 sys.modules["triton"] = None
 import torch
 from onptq.cycle import compare, objective
+from onptq.quantizer.integers import quantize_rows
 from onptq.quantizer.numerics import fake_quantize_activations
 from onptq.quantizer.weights import fake_quantize_weight
 from onptq.schemes import Scheme
 x = torch.linspace(-1, 1, 64).view(4, 16).requires_grad_()
 fake_quantize_activations(x, 8).sum().backward()
 fake_quantize_weight(x, None, None, torch.zeros(4, 1), None, Scheme(4), torch.float32, torch.float32).sum().backward()
-assert {name for name in sys.modules if name.startswith("onptq.kernels")} == {"onptq.kernels"}
+quantize_rows(x.detach(), 8)
+with_triton = [name for name, module in sys.modules.items() if name.startswith("onptq.") and hasattr(module, "triton")]
+assert sys.modules["triton"] is None and not with_triton, with_triton
 """
     environment = {name: value for name, value in os.environ.items() if name != kernels.SWITCH}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
@@ -55,7 +66,7 @@ assert {name for name in sys.modules if name.startswith("onptq.kernels")} == {"o
     [(None, False), ("auto", False), ("off", False), ("on", True)],
     ids=["unset", "auto", "off", "on"],
 )
-def test_cpu_tensors_go_to_kernels_only_when_told(
+def test_cpu_tensors_go_to_kernels_only_if_switched_on(
     monkeypatch: pytest.MonkeyPatch, choice: str | None, fits: bool
 ) -> None:
     monkeypatch.setattr(kernels, "_triton_is_installed", lambda: True)
@@ -68,7 +79,7 @@ def test_cpu_tensors_go_to_kernels_only_when_told(
     assert not kernels.fit(torch.ones(2, dtype=torch.bfloat16), dtypes={torch.float32})
 
 
-def test_a_switch_that_cannot_be_followed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.SWITCH, "yes")
     with pytest.raises(OnPTQError, match="ONPTQ_KERNELS='yes' is none of auto, off, on"):
         kernels.fit(torch.ones(2))

@@ -1,5 +1,4 @@
-"""Every kernel becomes machine code for the GPUs it is meant for, with the shapes of a model of 7B parameters: Triton and its
-assembler need no GPU for this. What the kernels compute is `kernel_checks.py`'s business."""
+"""Every kernel compiles for its GPUs with the shapes of a 7B model, for which Triton needs no GPU."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from onptq.schemes import Scheme
 triton = pytest.importorskip("triton")
 
 WIDTH, FFN = 3584, 18944
-STATES, OUTPUTS, VOCABULARY = 3, 4, 2048  # the code is the same for more
+STATES, OUTPUTS, VOCABULARY = 3, 4, 2048  # larger ones give the same code
 
 
 class Target:
-    """Stands where Triton looks for a GPU; it knows only what kind it would be."""
+    """A stand-in for Triton's driver of a GPU with that compute capability."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -36,7 +35,7 @@ class Target:
         return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # what was compiled is remembered by device
+        return self.capability  # Triton caches compiled kernels by device
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -67,16 +66,16 @@ def launched(package: ModuleType) -> set[str]:
         importlib.import_module(f"{package.__name__}.{one.name}") for one in pkgutil.iter_modules(package.__path__)
     ]
     function = importlib.import_module("triton.runtime.jit").JITFunction
-    found = {
+    results = {
         one.__name__: one.src
         for module in modules
         for one in vars(module).values()
         if isinstance(one, function) and one.__module__ == module.__name__
     }
     called = {
-        name for name in found for other, text in found.items() if other != name and re.search(rf"\b{name}\(", text)
+        name for name in results for other, text in results.items() if other != name and re.search(rf"\b{name}\(", text)
     }
-    return set(found) - called
+    return set(results) - called
 
 
 TARGETS = pytest.mark.parametrize(
@@ -84,6 +83,7 @@ TARGETS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @TARGETS
 def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
@@ -99,12 +99,13 @@ def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
         shapes = ((FFN,), (OUTPUTS,), (OUTPUTS, groups), (OUTPUTS, FFN))
         theta = [torch.zeros(shape, requires_grad=True) for shape in shapes]
         weight = rows(OUTPUTS, FFN)
-        fake_quantize_weight(weight, *theta, scheme, torch.bfloat16, dtype).sum().backward()
-        ratio, offset = (one.detach().requires_grad_() for one in theta[2:])
+        log_in, log_out, ratio, offset = theta
+        fake_quantize_weight(weight, log_in, log_out, ratio, offset, scheme, torch.bfloat16, dtype).sum().backward()
+        ratio, offset = (one.detach().requires_grad_() for one in (ratio, offset))
         fake_quantize_weight(weight, None, None, ratio, offset, scheme, torch.bfloat16, dtype).sum().backward()
-        steps = torch.ones(OUTPUTS, groups)
-        zero = None if scheme.symmetric else steps.to(torch.int8)
-        dequantize(weight.to(torch.int8), steps, zero, dtype)
+        scale = torch.ones(OUTPUTS, groups)
+        zero = None if scheme.symmetric else scale.to(torch.int8)
+        dequantize(weight.to(torch.int8), scale, zero, dtype)
     signed_step(torch.zeros(OUTPUTS, FFN), torch.zeros(OUTPUTS, FFN), 0.1, -0.5, 0.5)
 
     from onptq.kernels.codes import token_codes
@@ -113,8 +114,8 @@ def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
 
     token_codes(rows(STATES, WIDTH))
     for count, bias in ((STATES, None), (100, rows(1, FFN)[0]), (1000, None), (2000, rows(1, FFN)[0])):
-        codes, step = torch.zeros(count, WIDTH, dtype=torch.int8), torch.ones(count, 1)
-        scaled_rows(codes, step, torch.zeros(FFN, WIDTH, dtype=torch.int8), rows(1, FFN)[0], bias, dtype)
+        codes, scale = torch.zeros(count, WIDTH, dtype=torch.int8), torch.ones(count, 1)
+        scaled_rows(codes, scale, torch.zeros(FFN, WIDTH, dtype=torch.int8), rows(1, FFN)[0], bias, dtype)
     head = rows(VOCABULARY, WIDTH)
     for bias in (None, rows(1, VOCABULARY)[0]):
         decide_states(x, x, head, bias)

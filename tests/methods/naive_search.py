@@ -24,11 +24,11 @@ from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIRS
 from onptq.schemes import Scheme
 
-RATIOS = [step / 20 for step in range(20)]
+RATIOS = [n / 20 for n in range(20)]
 
 
 def make_policy(tiny: Tiny, scheme: str, dtype: torch.dtype = torch.float32) -> Policy:
-    """Steps are stored in float32, so that rounding them is no part of what is compared."""
+    """Scales are stored in float32, so that rounding them is no part of what is compared."""
     model = load_model(tiny.source, dtype, torch.device("cpu"))
     return Policy(model, Scheme.parse(scheme), storage=torch.float32, eos=tiny.source.eos())
 
@@ -37,25 +37,16 @@ def short_answers(policy: Policy, prompts: Sequence[EncodedPrompt], tokens: int 
     return greedy_rollouts(Prefixes(policy, prompts, max_tokens=tokens), side="D")
 
 
-def footprint(policy: Policy) -> list[Any]:
-    """Everything a method could leave behind."""
-    modules = list(policy.model.modules())
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in modules]
-    states = [(getattr(m, "live", None), getattr(m, "folded", None)) for m in modules]
-    weights = [(p.data_ptr(), p.requires_grad, p.grad is None, p._version) for p in policy.model.parameters()]
-    return [[id(m) for m in modules], hooks, [tuple(map(id, s)) for s in states], weights, policy.switch.quantized]
-
-
 @dataclass
 class Unit:
-    """What a pair is judged by, and every call that the plain model made to it."""
+    """The module whose output error judges a pair, and every call that the plain model made to it."""
 
     block: Block
     pair: str
     module: nn.Module
     calls: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
 
-    def hear(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = dict(kwargs)
         x = args[0] if args else kwargs.pop("hidden_states")
         self.calls.append((x.detach(), kwargs))
@@ -76,8 +67,8 @@ class Unit:
         logs = [np.log(np.maximum(magnitude**ratio, 1e-4)) for ratio in RATIOS]
         return [u - u.mean() for u in logs]
 
-    def error(self, u: np.ndarray, scheme: Scheme, weights: Sequence[np.ndarray]) -> float:
-        """sum over tokens of weight times mean |d| over channels, with weights and inputs rounded after smoothing."""
+    def error(self, u: np.ndarray, scheme: Scheme, weights: Sequence[np.ndarray], power: int = 1) -> float:
+        """Sum over tokens of weight times mean |d|^power over channels; weights and inputs are rounded after smoothing."""
         if self.pair == "v_o":
             shared = u.reshape(self.block.kv_heads, 1, self.block.head_dim)
             u = np.repeat(shared, self.block.heads // self.block.kv_heads, axis=1).ravel()
@@ -86,16 +77,16 @@ class Unit:
         before = [linear.weight.data.clone() for linear in linears]  # type: ignore[operator, union-attr]
         for linear, weight in zip(linears, before, strict=True):
             scaled = weight.numpy() * np.exp(u)
-            step = oracles.row_step(scaled, np.ones(1), scheme.weight_bits)
-            linear.weight.data = torch.from_numpy(oracles.rounding(scaled, step, scheme.weight_bits)(scaled, step))  # type: ignore[union-attr]
+            scale = oracles.row_scale(scaled, np.ones(1), scheme.weight_bits)
+            linear.weight.data = torch.from_numpy(oracles.rounding(scaled, scale, scheme.weight_bits)(scaled, scale))  # type: ignore[union-attr]
         total = 0.0
         for (x, kwargs), out, weight in zip(self.calls, dense, weights, strict=True):
-            entering = x.numpy() / np.exp(u)
+            x_q = x.numpy() / np.exp(u)
             if scheme.quantizes_activations:
-                step = oracles.token_step(entering, scheme.activation_bits)
-                entering = oracles.rounding(entering, step, scheme.activation_bits)(entering, step)
-            found = self.emit(torch.from_numpy(entering), kwargs)
-            total += float((weight * np.abs(found - out).mean(-1)).sum())
+                scale = oracles.token_scale(x_q, scheme.activation_bits)
+                x_q = oracles.rounding(x_q, scale, scheme.activation_bits)(x_q, scale)
+            actual = self.emit(torch.from_numpy(x_q), kwargs)
+            total += float((weight * (np.abs(actual - out) ** power).mean(-1)).sum())
         for linear, weight in zip(linears, before, strict=True):
             linear.weight.data = weight  # type: ignore[union-attr, assignment]
         return total
@@ -109,13 +100,13 @@ def plain_units(tiny: Tiny, responses: Sequence[Trajectory]) -> dict[tuple[int, 
         for pair, (_, consumers) in PAIRS.items():
             module = block.owner(consumers[0]) if len(consumers) > 1 else block.child(consumers[0])
             units[block.index, pair] = Unit(block, pair, module)
-    hooks = [unit.module.register_forward_pre_hook(unit.hear, with_kwargs=True) for unit in units.values()]
+    hooks = [unit.module.register_forward_pre_hook(unit.record, with_kwargs=True) for unit in units.values()]
     prompts = {prompt.ordinal: prompt for prompt in load_manifest(tiny.manifest)}
     for response in responses:
         inputs = tiny.processor(prompts[response.prompt])
         for module in model.modules():
             if hasattr(module, "rope_deltas"):
-                module.rope_deltas = None
+                module.rope_deltas = None  # type: ignore[assignment]
         model(**naive.extended(inputs, response.tokens), use_cache=False)
     for hook in hooks:
         hook.remove()

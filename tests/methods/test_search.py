@@ -1,4 +1,4 @@
-"""The searched start: its choices are the best of their grids by output error, and never worse than plain rounding."""
+"""Search: its choices are the best of their grids by output error, and never worse than plain rounding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import oracles
 import pytest
 import torch
 from conftest import Tiny
+from method_models import exact_policy
 
 from onptq.checkpoint.load import load_model
 from onptq.checkpoint.source import find_source
@@ -20,6 +21,7 @@ from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.methods.layerwise import answer_prompts
 from onptq.methods.search import RATIOS, STRENGTHS, sample_inputs, search, search_on
+from onptq.methods.smoothquant import migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.processing import PromptProcessor
 from onptq.models.structure import Block, find_structure
@@ -28,17 +30,17 @@ from onptq.quantizer.theta import PAIRS, Free, Theta, log_scales_in, log_scales_
 from onptq.zoo.random import write_random
 
 PROMPTS = 4
-Bed = tuple[Tiny, Policy, list[EncodedPrompt], Theta]
+Case = tuple[Tiny, Policy, list[EncodedPrompt], Theta]
 
 
 @pytest.fixture(scope="module")
-def beds(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Bed]:
+def cases(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Case]:
     """A policy of the given scheme with and without outlier channels, its prompts and its searched theta."""
     folder = tmp_path_factory.mktemp("outliers")
     write_random("qwen2.5-vl", folder, prompts=PROMPTS, outliers=20)
-    made: dict[tuple[str, bool], Bed] = {}
+    made: dict[tuple[str, bool], Case] = {}
 
-    def get(scheme: str, outliers: bool) -> Bed:
+    def get(scheme: str, outliers: bool) -> Case:
         if (scheme, outliers) not in made:
             small = outlying(folder) if outliers else tiny("qwen2.5-vl")
             policy = small.policy(scheme)
@@ -54,21 +56,21 @@ def outlying(folder: Path) -> Tiny:
     return Tiny(folder, source, PromptProcessor.from_folder(folder, source.family, source.config))
 
 
-def dense_inputs(bed: Tiny) -> dict[tuple[int, str], np.ndarray]:
+def dense_inputs(checkpoint: Tiny) -> dict[tuple[int, str], np.ndarray]:
     """What enters each pair's consumers in the plain checkpoint, every token of every prompt: (block, pair) -> [n, I]."""
-    model = load_model(bed.source, torch.float64, torch.device("cpu"))
+    model = load_model(checkpoint.source, torch.float64, torch.device("cpu"))
     blocks = find_structure(model).blocks
-    seen: dict[tuple[int, str], list[torch.Tensor]] = {(block.index, pair): [] for block in blocks for pair in PAIRS}
+    inputs: dict[tuple[int, str], list[torch.Tensor]] = {(block.index, pair): [] for block in blocks for pair in PAIRS}
 
     def listener(key: tuple[int, str]) -> Callable[..., None]:
-        return lambda module, args: seen[key].append(args[0][0])
+        return lambda module, args: inputs[key].append(args[0][0])
 
     for block in blocks:
         for pair, (_, consumers) in PAIRS.items():
             block.child(consumers[0]).register_forward_pre_hook(listener((block.index, pair)))
-    for prompt in load_manifest(bed.manifest)[:PROMPTS]:
-        oracles.plain_forward(model, [block.module for block in blocks], bed.processor(prompt).tensors, [])
-    return {key: torch.cat(parts).numpy() for key, parts in seen.items()}
+    for prompt in load_manifest(checkpoint.manifest)[:PROMPTS]:
+        oracles.plain_forward(model, [block.module for block in blocks], checkpoint.processor(prompt).tensors, [])
+    return {key: torch.cat(parts).numpy() for key, parts in inputs.items()}
 
 
 def output_errors(
@@ -77,14 +79,14 @@ def output_errors(
     """Squared output error and squared output of every row of the deployed linear, on the dense model's inputs."""
     policy.freeze(theta)
     piece = dict(policy.folded())[block.path(name)]
-    codes, step = piece.codes.double().numpy(), piece.step.double().numpy()  # type: ignore[union-attr]
+    codes, scale = piece.codes.double().numpy(), piece.scale.double().numpy()  # type: ignore[union-attr]
     dense = x @ block.child(name).weight.double().numpy().T  # type: ignore[operator]
     x = x / np.exp(log_scales_in(theta, block, name).double().numpy())
     if policy.scheme.quantizes_activations:
-        token = oracles.token_step(x, policy.scheme.activation_bits)
+        token = oracles.token_scale(x, policy.scheme.activation_bits)
         x = oracles.rounding(x, token, policy.scheme.activation_bits)(x, token)
     out = log_scales_out(theta, block, name)
-    quant = x @ (codes * step).T * (1.0 if out is None else np.exp(out.double().numpy()))
+    quant = x @ (codes * scale).T * (1.0 if out is None else np.exp(out.double().numpy()))
     return ((quant - dense) ** 2).sum(0), (dense**2).sum(0)
 
 
@@ -93,19 +95,21 @@ def relative_error(policy: Policy, theta: Theta, block: Block, name: str, x: np.
     return float(error.sum() / energy.sum())
 
 
-def test_the_sample_is_what_the_plain_model_feeds_its_linears(beds: Callable[[str, bool], Bed]) -> None:
-    bed, policy, prompts, _ = beds("W4A8", True)
-    expected = dense_inputs(bed)
+def test_the_sample_is_what_the_plain_model_feeds_its_linears(cases: Callable[[str, bool], Case]) -> None:
+    checkpoint, policy, prompts, _ = cases("W4A8", True)
+    expected = dense_inputs(checkpoint)
     sampled = sample_inputs(policy, prompts)
     for (block, pair), x in expected.items():
         assert sampled[block][pair].shape == x.shape, "few short prompts are sampled whole"
         np.testing.assert_allclose(sampled[block][pair], x, rtol=0, atol=1e-4 * np.abs(x).max())
 
 
-def test_a_large_manifest_is_sampled_evenly(beds: Callable[[str, bool], Bed], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_manifest_is_sampled_evenly(
+    cases: Callable[[str, bool], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.import_module("onptq.methods.search"), "SAMPLE_TOKENS", 40)
-    bed, policy, prompts, _ = beds("W4A8", True)
-    expected, sampled = dense_inputs(bed), sample_inputs(policy, prompts)
+    checkpoint, policy, prompts, _ = cases("W4A8", True)
+    expected, sampled = dense_inputs(checkpoint), sample_inputs(policy, prompts)
     starts = np.cumsum([0, *(prompt.length for prompt in prompts)])[:-1]
     rows = np.concatenate(
         [s + np.linspace(0, p.length - 1, 10).astype(int) for s, p in zip(starts, prompts, strict=True)]
@@ -114,25 +118,38 @@ def test_a_large_manifest_is_sampled_evenly(beds: Callable[[str, bool], Bed], mo
         np.testing.assert_allclose(sampled[block][pair], x[rows], rtol=0, atol=1e-4 * np.abs(x).max())
 
 
+def test_of_many_sequences_some_are_sampled_and_none_by_its_first_token_alone(
+    cases: Callable[[str, bool], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The activations of a first token are unlike all others: a grid searched on them alone breaks a model."""
+    monkeypatch.setattr(importlib.import_module("onptq.methods.search"), "SAMPLE_TOKENS", 16)
+    checkpoint, policy, prompts, _ = cases("W4A8", True)
+    expected, sampled = dense_inputs(checkpoint), sample_inputs(policy, prompts)
+    starts = np.cumsum([0, *(prompt.length for prompt in prompts)])[:-1]
+    rows = np.concatenate([starts[n] + np.linspace(0, prompts[n].length - 1, 8).astype(int) for n in (0, PROMPTS - 1)])
+    for (block, pair), x in expected.items():
+        np.testing.assert_allclose(sampled[block][pair], x[rows], rtol=0, atol=1e-4 * np.abs(x).max())
+
+
 @pytest.mark.parametrize("outliers", [False, True], ids=["", "outliers"])
 @pytest.mark.parametrize("scheme", ["W4A8", "W8A8", "W4A16"])
 def test_no_linear_errs_more_than_under_plain_rounding(
-    beds: Callable[[str, bool], Bed], scheme: str, outliers: bool
+    cases: Callable[[str, bool], Case], scheme: str, outliers: bool
 ) -> None:
-    bed, policy, _, theta = beds(scheme, outliers)
-    plain, inputs = Theta.rtn(policy.structure.blocks, policy.scheme), dense_inputs(bed)
+    checkpoint, policy, _, theta = cases(scheme, outliers)
+    plain, inputs = Theta.rtn(policy.structure.blocks, policy.scheme), dense_inputs(checkpoint)
     for block in policy.structure.blocks:
         for pair, (_, consumers) in PAIRS.items():
             for name in consumers:
                 x = inputs[block.index, pair]
-                found, rtn = (relative_error(policy, each, block, name, x) for each in (theta, plain))
-                assert found <= rtn * (1 + 1e-3), block.path(name)
+                actual, rtn = (relative_error(policy, each, block, name, x) for each in (theta, plain))
+                assert actual <= rtn * (1 + 1e-3), block.path(name)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_strength_is_the_best_of_its_grid(beds: Callable[[str, bool], Bed], pair: str) -> None:
-    bed, policy, _, theta = beds("W4A8", True)
-    block, x = policy.structure.blocks[0], dense_inputs(bed)[0, pair]
+def test_the_strength_is_the_best_of_its_grid(cases: Callable[[str, bool], Case], pair: str) -> None:
+    checkpoint, policy, _, theta = cases("W4A8", True)
+    block, x = policy.structure.blocks[0], dense_inputs(checkpoint)[0, pair]
     consumers = PAIRS[pair][1]
     weights = [block.child(name).weight.double().numpy() for name in consumers]  # type: ignore[operator]
     x_max, w_max = np.abs(x).max(0), np.max([np.abs(weight).max(0) for weight in weights], axis=0)
@@ -155,11 +172,62 @@ def test_the_strength_is_the_best_of_its_grid(beds: Callable[[str, bool], Bed], 
     assert min(float((theta.smoothing[key] - u).abs().max()) for u in grid) < 1e-3
 
 
+def smoothing_errors(policy: Policy, block: Block, pair: str, x: np.ndarray) -> dict[float | None, tuple[float, float]]:
+    """Relative and absolute squared output error, summed over the consumers, of no smoothing and of every strength."""
+    weights = [block.child(name).weight.double().numpy() for name in PAIRS[pair][1]]  # type: ignore[operator]
+    x_max, w_max = np.abs(x).max(0), np.max([np.abs(weight).max(0) for weight in weights], axis=0)
+    errors, bits = {}, policy.scheme.weight_bits
+    for strength in (None, *STRENGTHS):
+        u = np.zeros(len(x_max)) if strength is None else strength * np.log(x_max) - (1 - strength) * np.log(w_max)
+        s, terms = np.exp(u - u.mean()), []
+        for weight in weights:
+            scale = oracles.row_scale(weight * s, np.ones(1), bits)
+            rounded = oracles.rounding(weight * s, scale, bits)(weight * s, scale) / s
+            terms.append((((x @ (rounded - weight).T) ** 2).sum(), ((x @ weight.T) ** 2).sum()))
+        errors[strength] = sum(a / b for a, b in terms), sum(a for a, _ in terms)
+    return errors
+
+
+def test_errors_are_relative_to_each_consumers_output_and_no_smoothing_is_tried(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One consumer's weights are 30 times as large, so that absolute errors would be its own alone."""
+    checkpoint, random = outlying(small), np.random.default_rng(1)
+    policy = exact_policy(checkpoint, "W3A16")
+    inputs: dict[int, dict[str, torch.Tensor]] = {}
+    for block in policy.structure.blocks:
+        inputs[block.index] = {}
+        for pair, (_, consumers) in PAIRS.items():
+            size = block.child(consumers[0]).get_parameter("weight").shape[1]
+            x = random.normal(size=(40, size)) * np.exp(0.5 * random.normal(size=size))
+            inputs[block.index][pair] = torch.from_numpy(x)
+            if len(consumers) > 1:
+                block.child(consumers[1]).weight.data.mul_(30)  # type: ignore[union-attr, operator]
+    module = importlib.import_module("onptq.methods.search")
+    expected = {block: {pair: x.numpy() for pair, x in pairs.items()} for block, pairs in inputs.items()}
+    monkeypatch.setattr(module, "sample_inputs", lambda policy, sequences: inputs)
+    theta = search_on(policy, [])
+    unsmoothed = apart = 0
+    for block in policy.structure.blocks:
+        for pair in ("norm_qkv", "norm_gate_up", "up_down"):
+            errors = smoothing_errors(policy, block, pair, expected[block.index][pair])
+            best, absolute = (min(errors, key=lambda each: errors[each][place]) for place in (0, 1))
+            others = [error for strength, (error, _) in errors.items() if strength != best]
+            assert min(others) > errors[best][0] * (1 + 2e-4), "the choice is clear"
+            x_max, w_max = torch.from_numpy(np.abs(expected[block.index][pair]).max(0)), weight_maxima(block, pair)
+            u = torch.zeros(len(x_max)) if best is None else migrated(x_max, w_max, best)
+            torch.testing.assert_close(theta.smoothing[pair_key(block, pair)].float(), u.float(), rtol=0, atol=1e-4)
+            unsmoothed += best is None
+            apart += absolute != best
+    assert unsmoothed
+    assert apart
+
+
 def test_the_query_heads_of_a_group_agree_on_their_kv_channels_scale(tiny: Callable[[str], Tiny]) -> None:
     """An outlier in one value channel, which only the second query head of its group reads with a large weight."""
-    bed = tiny("qwen3")
-    policy = bed.policy("W4A8")
-    prompts, block = bed.encode(policy, PROMPTS), policy.structure.blocks[0]
+    checkpoint = tiny("qwen3")
+    policy = checkpoint.policy("W4A8")
+    prompts, block = checkpoint.encode(policy, PROMPTS), policy.structure.blocks[0]
     channel, share = 5, block.heads // block.kv_heads
     columns = [head * block.head_dim + channel for head in range(share)]
     block.child("v_proj").weight[channel] *= 40  # type: ignore[operator, index]
@@ -174,9 +242,9 @@ def test_the_query_heads_of_a_group_agree_on_their_kv_channels_scale(tiny: Calla
 
 
 def test_every_row_takes_the_ratio_of_least_output_error_and_may_keep_its_full_range(
-    beds: Callable[[str, bool], Bed],
+    cases: Callable[[str, bool], Case],
 ) -> None:
-    bed, policy, _, theta = beds("W8A8", False)
+    checkpoint, policy, _, theta = cases("W8A8", False)
     grid = torch.tensor((1.0, *RATIOS)).log()
     for ratio in theta.ratio.values():
         assert (ratio[..., None] - grid).abs().amin(-1).max() < 1e-6
@@ -184,17 +252,17 @@ def test_every_row_takes_the_ratio_of_least_output_error_and_may_keep_its_full_r
     assert 0.05 < (chosen == 0).double().mean() < 1, "some rows keep the full range, some do not"
 
     block, name = policy.structure.blocks[1], "down_proj"
-    x, path = dense_inputs(bed)[1, "up_down"], block.path(name)
-    found = output_errors(policy, theta, block, name, x)[0]
+    x, path = dense_inputs(checkpoint)[1, "up_down"], block.path(name)
+    actual = output_errors(policy, theta, block, name, x)[0]
     for value in (1.0, *RATIOS):
         other = theta.clone()
         other.linears[path] = Free(torch.full_like(other.ratio[path], value).log())
-        assert (found <= output_errors(policy, other, block, name, x)[0] * (1 + 1e-2)).all()
+        assert (actual <= output_errors(policy, other, block, name, x)[0] * (1 + 1e-2)).all()
 
 
 @pytest.mark.parametrize(("scheme", "factor"), [("W8A8", 10), ("W4A8", 2), ("W4A16", 2)])
-def test_outliers_are_smoothed_away(beds: Callable[[str, bool], Bed], scheme: str, factor: float) -> None:
-    _, policy, prompts, theta = beds(scheme, True)
+def test_outliers_are_smoothed_away(cases: Callable[[str, bool], Case], scheme: str, factor: float) -> None:
+    _, policy, prompts, theta = cases(scheme, True)
 
     def on_policy_kl(theta: Theta) -> float:
         policy.freeze(theta)
@@ -209,8 +277,8 @@ def test_outliers_are_smoothed_away(beds: Callable[[str, bool], Bed], scheme: st
             assert u[::32].min() > u.reshape(-1, 32)[:, 1:].max()
 
 
-def test_progress_is_reported_block_by_block(beds: Callable[[str, bool], Bed]) -> None:
-    _, policy, prompts, theta = beds("W4A8", True)
+def test_progress_is_reported_block_by_block(cases: Callable[[str, bool], Case]) -> None:
+    _, policy, prompts, theta = cases("W4A8", True)
     steps: list[int] = []
     again = search_on(policy, prompts, steps.append)
     assert steps == [1] * policy.blocks
@@ -218,15 +286,15 @@ def test_progress_is_reported_block_by_block(beds: Callable[[str, bool], Bed]) -
     assert not again.offset
 
 
-def test_hooks_do_not_stay_behind(beds: Callable[[str, bool], Bed]) -> None:
-    _, policy, _, _ = beds("W4A8", True)
+def test_hooks_do_not_stay_behind(cases: Callable[[str, bool], Case]) -> None:
+    _, policy, _, _ = cases("W4A8", True)
     assert not any(module._forward_pre_hooks for module in policy.model.modules())
 
 
-def test_the_dense_models_own_responses_are_part_of_the_sample(beds: Callable[[str, bool], Bed]) -> None:
-    _, policy, prompts, alone = beds("W4A8", True)
-    found, sequences = search(policy, prompts), [one.sequence for one in answer_prompts(policy, prompts)]
+def test_the_dense_models_own_responses_are_part_of_the_sample(cases: Callable[[str, bool], Case]) -> None:
+    _, policy, prompts, alone = cases("W4A8", True)
+    actual, sequences = search(policy, prompts), [one.sequence for one in answer_prompts(policy, prompts)]
     assert all(sequence.length > prompt.length for sequence, prompt in zip(sequences, prompts, strict=True))
     expected = search_on(policy, sequences)
-    assert all(torch.equal(a, b) for a, b in zip(found.tensors().values(), expected.tensors().values(), strict=True))
-    assert any(not torch.equal(a, b) for a, b in zip(found.tensors().values(), alone.tensors().values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual.tensors().values(), expected.tensors().values(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(actual.tensors().values(), alone.tensors().values(), strict=True))

@@ -9,17 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Tiny
-from method_bed import PROMPTS, check_manners, exact_policy, open_small, short_responses
+from method_models import PROMPTS, check_contract, exact_policy, open_small, short_responses
 
+from onptq.bank import Trajectory
 from onptq.methods import METHODS, initialize
 from onptq.methods.gptq import gptq
 from onptq.methods.search import search
 from onptq.methods.signround import signround
+from onptq.models.encoding import EncodedPrompt
+from onptq.quantizer.policy import Policy
 from onptq.recipe import Recipe
+
+Case = tuple[Policy, list[EncodedPrompt], list[Trajectory]]
 
 
 @pytest.fixture(scope="module")
-def bed(small: Path):
+def case(small: Path) -> Case:
     opened = open_small(small)
     policy = exact_policy(opened, "W3A8")
     prompts = opened.encode(policy, PROMPTS)
@@ -27,26 +32,28 @@ def bed(small: Path):
 
 
 @pytest.mark.parametrize(("name", "rounding", "options"), [("gptq", gptq, {}), ("signround", signround, {"steps": 40})])
-def test_it_is_the_method_started_from_the_search(bed, name: str, rounding: Callable, options: dict[str, int]) -> None:
-    policy, prompts, responses = bed
-    found = METHODS[f"search+{name}"](policy, prompts, responses=responses, **options)
+def test_it_is_the_rounding_method_on_the_searched_grid(
+    case: Case, name: str, rounding: Callable, options: dict[str, int]
+) -> None:
+    policy, prompts, responses = case
+    actual = METHODS[f"search+{name}"](policy, prompts, responses=responses, **options)
     grid = search(policy, prompts, responses=responses)
-    assert all(torch.equal(u, found.smoothing[key]) for key, u in grid.smoothing.items())
-    expected = rounding(policy, prompts, responses=responses, start=grid, **options).tensors()
-    assert found.tensors().keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.tensors().items())
-    assert any(offset.abs().max() > 0 for offset in found.offset.values())
+    assert all(torch.equal(u, actual.smoothing[key]) for key, u in grid.smoothing.items())
+    expected = rounding(policy, prompts, responses=responses, init=grid, **options).tensors()
+    assert actual.tensors().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in actual.tensors().items())
+    assert any(offset.abs().max() > 0 for offset in actual.offset.values())
 
 
-def test_it_tells_of_every_block_and_leaves_the_policy_as_it_was(tiny: Callable[[str], Tiny]) -> None:
+def test_it_reports_every_block_and_leaves_the_policy_as_it_was(tiny: Callable[[str], Tiny]) -> None:
     def method(policy, prompts, advance):
         return METHODS["search+gptq"](policy, prompts, advance, responses=short_responses(prompts))
 
-    check_manners(tiny("qwen3-vl"), "W4A8", method)
+    check_contract(tiny("qwen3-vl"), "W4A8", method)
 
 
-def test_a_recipe_says_how_many_steps_a_learning_start_takes(bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, prompts, _ = bed
+def test_a_recipe_says_how_many_steps_a_learning_init_takes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, prompts, _ = case
     taken = []
     module = importlib.import_module("onptq.methods.signround")  # in its package the name is the function's
     monkeypatch.setattr(module._Learner, "learn", lambda self, steps: taken.append(steps))

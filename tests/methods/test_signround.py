@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import oracles
 import pytest
 import torch
 from conftest import MULTIMODAL, Tiny
-from method_bed import PROMPTS, block_outputs, check_manners, exact_policy, open_small, sequences_of, short_responses
+from method_models import (
+    PROMPTS,
+    block_outputs,
+    check_contract,
+    exact_policy,
+    open_small,
+    sequences_of,
+    short_responses,
+)
 from torch.nn import functional as F
 
+from onptq.bank import Trajectory
+from onptq.kernels.grid import code_range
 from onptq.methods.gptq import gptq
-from onptq.methods.layerwise import Stream, replaced
+from onptq.methods.layerwise import Stream
+from onptq.methods.linears import replaced
 from onptq.methods.signround import looks, signround
+from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import LINEARS
-from onptq.quantizer.numerics import code_range
+from onptq.quantizer.folded import FoldedLinear
+from onptq.quantizer.modules import QuantLinear
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import OFFSET_RANGE, RATIO_RANGE, Free, Theta
 
 RATE = 1.0  # of the only step of one
 
+Case = tuple[Policy, list[EncodedPrompt], list[Trajectory]]
+
 
 @pytest.fixture(scope="module")
-def bed(small: Path):
+def case(small: Path) -> Case:
     opened = open_small(small)
     policy = exact_policy(opened, "W3A16")
     prompts = opened.encode(policy, PROMPTS)
     return policy, prompts, short_responses(prompts)
 
 
-def naive_gradients(policy, sequences) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of the first block's squared output error: per weight through the step, and per row through its codes, by hand."""
+def naive_gradients(policy: Policy, sequences: list[EncodedPrompt]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Of the first block's squared output error: per weight through the scale, and per row through its codes, by hand."""
     block = policy.structure.blocks[0]
     stream = Stream(policy, sorted(sequences, key=lambda one: one.length))
     with torch.no_grad(), policy.speaking("D"):
@@ -40,27 +58,29 @@ def naive_gradients(policy, sequences) -> dict[str, tuple[torch.Tensor, torch.Te
     low, high = code_range(3)
     pieces = {}
     for name in LINEARS:
-        weight, bias = block.child(name).weight.detach(), block.child(name).bias
-        step = weight.abs().amax(1, keepdim=True) / oracles.half_range(3)
-        scaled = weight / step
+        linear = block.child(name)
+        assert isinstance(linear, QuantLinear)
+        weight, bias = linear.weight.detach(), linear.bias
+        scale = weight.abs().amax(1, keepdim=True) / oracles.half_range(3)
+        scaled = weight / scale
         codes = scaled.clamp(low, high).round()
-        pieces[name] = (codes * step).requires_grad_(), bias, step, scaled, codes
+        pieces[name] = (codes * scale).requires_grad_(), bias, scale, scaled, codes
     answers = {name: lambda x, wq=wq, bias=bias: F.linear(x, wq, bias) for name, (wq, bias, *_) in pieces.items()}
     with replaced(block, answers), torch.enable_grad():
         error = (stream.run(block) - target)[stream.real].square().sum()
     gradients = torch.autograd.grad(error, [piece[0] for piece in pieces.values()])
-    found = {}
+    actual = {}
     for name, gradient in zip(LINEARS, gradients, strict=True):
-        _, _, step, scaled, codes = pieces[name]
+        _, _, scale, scaled, codes = pieces[name]
         inside = (scaled >= low) & (scaled <= high)
-        offset = torch.where(inside, gradient, 0) * step
-        ratio = (gradient * torch.where(inside, codes - scaled, codes)).sum(1, keepdim=True) * step
-        found[block.path(name)] = offset, ratio
-    return found
+        offset = torch.where(inside, gradient, 0) * scale
+        ratio = (gradient * torch.where(inside, codes - scaled, codes)).sum(1, keepdim=True) * scale
+        actual[block.path(name)] = offset, ratio
+    return actual
 
 
-def test_a_step_follows_the_sign_of_the_gradient(bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, prompts, responses = bed
+def test_a_step_follows_the_sign_of_the_gradient(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, prompts, responses = case
     module = importlib.import_module("onptq.methods.signround")  # in its package the name is the function's
     monkeypatch.setattr(module._Learner, "_consider", keep_the_last)
     theta = signround(policy, prompts, responses=responses, steps=1)
@@ -74,21 +94,27 @@ def test_a_step_follows_the_sign_of_the_gradient(bed, monkeypatch: pytest.Monkey
         ), path
 
 
+def test_the_defaults_are_autorounds() -> None:
+    module = importlib.import_module("onptq.methods.signround")
+    assert (module.STEPS, module.BATCH) == (200, 8)
+    assert inspect.signature(signround).parameters["steps"].default == 200
+
+
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [(0, []), (1, [1]), (7, [5, 6, 7]), (100, [80, 90, 100]), (205, [165, 185, 205])],
 )
-def test_blocks_look_at_their_error_at_the_end_and_shortly_before(steps: int, expected: list[int]) -> None:
+def test_the_error_is_evaluated_at_the_end_and_shortly_before(steps: int, expected: list[int]) -> None:
     assert sorted(looks(steps)) == expected
 
 
-def keep_the_last(self) -> None:
+def keep_the_last(self: Any) -> None:
     self.best = Theta(linears={path: self.theta.linears[path] for path in self.paths}).clone()
 
 
-def test_rates_fall_linearly_to_nothing(bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_fall_linearly_to_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two steps the first has rate 1/2 and the second 1/4: offsets end at 1/2 or, where the signs differ, at 1/4."""
-    policy, prompts, responses = bed
+    policy, prompts, responses = case
     module = importlib.import_module("onptq.methods.signround")
     monkeypatch.setattr(module._Learner, "_consider", keep_the_last)
     theta = signround(policy, prompts, responses=responses, steps=2)
@@ -97,25 +123,25 @@ def test_rates_fall_linearly_to_nothing(bed, monkeypatch: pytest.MonkeyPatch) ->
     assert min(float((travelled == value).double().mean()) for value in (0.25, 0.5)) > 0.02
 
 
-def test_a_block_keeps_the_best_it_had_not_the_last(bed) -> None:
+def test_a_block_ends_with_its_best_iterate_not_the_last(case: Case) -> None:
     """One step of rate 1 puts every weight on the tie between two codes, which is worse than where it was."""
-    policy, prompts, responses = bed
-    start = Theta.rtn(policy.structure.blocks, policy.scheme)
+    policy, prompts, responses = case
+    init = Theta.rtn(policy.structure.blocks, policy.scheme)
     theta = signround(policy, prompts, responses=responses, steps=1)
     sequences = sequences_of(policy, prompts)
     dense, errors = block_outputs(policy, "D", sequences)[0], []
-    for one in (theta, start):
+    for one in (theta, init):
         policy.freeze(one)
         outputs = block_outputs(policy, "Q", sequences)[0]
         errors.append(sum(float((a - b).square().sum()) for a, b in zip(outputs, dense, strict=True)))
     assert errors[0] <= errors[1]
     rejected = [path for path, linear in theta.linears.items() if isinstance(linear, Free)]
     assert rejected, "no block was worse after its step: the test shows nothing"
-    assert all(torch.equal(theta.ratio[path], start.ratio[path]) for path in rejected)
+    assert all(torch.equal(theta.ratio[path], init.ratio[path]) for path in rejected)
 
 
-def test_rounding_is_learned_and_no_code_is_further_than_the_next_one(bed) -> None:
-    policy, prompts, responses = bed
+def test_rounding_is_learned_and_no_code_is_further_than_the_next_one(case: Case) -> None:
+    policy, prompts, responses = case
     plain = Theta.rtn(policy.structure.blocks, policy.scheme)
     theta = signround(policy, prompts, responses=responses, steps=60)
     sequences = sequences_of(policy, prompts)
@@ -123,43 +149,47 @@ def test_rounding_is_learned_and_no_code_is_further_than_the_next_one(bed) -> No
     errors = []
     for one in (theta, plain):
         policy.freeze(one)
-        found = block_outputs(policy, "Q", sequences)[-1]
-        errors.append(sum(float((a - b).square().sum()) for a, b in zip(found, dense, strict=True)))
+        actual = block_outputs(policy, "Q", sequences)[-1]
+        errors.append(sum(float((a - b).square().sum()) for a, b in zip(actual, dense, strict=True)))
     assert errors[0] < 0.6 * errors[1]
     assert all(float(offset.abs().max()) <= OFFSET_RANGE[1] for offset in theta.offset.values())
     assert any(bool((offset.abs() > 0.1).any()) for offset in theta.offset.values())
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
-def test_it_tells_of_every_block_and_leaves_the_policy_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
+def test_it_reports_every_block_and_leaves_the_policy_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
     def method(policy, prompts, advance):
         return signround(policy, prompts, advance, responses=short_responses(prompts), steps=2)
 
-    check_manners(tiny(family), "W4A8", method)
+    check_contract(tiny(family), "W4A8", method)
 
 
-def test_without_steps_it_is_its_start(bed) -> None:
-    policy, prompts, responses = bed
+def test_without_steps_it_is_its_init(case: Case) -> None:
+    policy, prompts, responses = case
     theta = signround(policy, prompts, responses=responses, steps=0)
     plain = Theta.rtn(policy.structure.blocks, policy.scheme)
     policy.freeze(theta)
-    codes = {path: piece.codes for path, piece in policy.folded() if path in plain.ratio}
+    codes = {path: piece.codes for path, piece in policy.folded() if isinstance(piece, FoldedLinear)}
+    assert codes.keys() == plain.ratio.keys()
     policy.freeze(plain)
-    assert all(torch.equal(piece.codes, codes[path]) for path, piece in policy.folded() if path in plain.ratio)
+    for path, piece in policy.folded():
+        assert not isinstance(piece, FoldedLinear) or torch.equal(piece.codes, codes[path])
 
 
 @pytest.mark.parametrize("scheme", ["W4A8", "W3A16-g32-asym"])
 @pytest.mark.parametrize("method", [signround, gptq], ids=["signround", "gptq"])
-def test_codes_that_settle_block_by_block_are_those_of_the_whole(small: Path, method, scheme: str) -> None:
+def test_codes_that_settle_block_by_block_are_those_of_the_whole(
+    small: Path, method: Callable[..., Theta], scheme: str
+) -> None:
     opened = open_small(small)
     policy = opened.policy(scheme)
     prompts = opened.encode(policy, PROMPTS)
     options = {"responses": short_responses(prompts), **({"steps": 6} if method is signround else {})}
-    expected, found = (
+    expected, actual = (
         policy.settle(method(policy, prompts, **options)),
         method(policy, prompts, settled=True, **options),
     )
-    assert not found.offset
-    assert expected.tensors().keys() == found.tensors().keys()
+    assert not actual.offset
+    assert expected.tensors().keys() == actual.tensors().keys()
     for name, tensor in expected.tensors().items():
-        assert torch.equal(tensor, found.tensors()[name]), name
+        assert torch.equal(tensor, actual.tensors()[name]), name

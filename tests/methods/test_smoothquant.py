@@ -6,24 +6,25 @@ import pytest
 import torch
 from conftest import MULTIMODAL
 
-from onptq.methods import METHODS, smoothquant
-from onptq.methods.smoothquant import ALPHA, SMOOTHED
+from onptq.methods.smoothquant import SMOOTHED, migrated, smoothquant
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import PromptBatch
 from onptq.quantizer.theta import PAIRS, pair_key
 
+ALPHA = 0.5  # of the authors
 
-def entering(policy, prompts, block, name):
+
+def inputs_of(policy, prompts, block, name):
     """Every token that enters a linear under D, one prompt at a time: [tokens, I]."""
-    seen = []
-    hook = block.child(name).register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, -2)))
+    inputs = []
+    hook = block.child(name).register_forward_pre_hook(lambda module, args: inputs.append(args[0].flatten(0, -2)))
     with policy.speaking("D"):
         for prompt in prompts:
             batch = PromptBatch.of([prompt])
             causal = torch.ones(prompt.length, prompt.length, dtype=torch.bool).tril()[None, None]
             policy.run(Tokens(batch.embeds, batch.positions, causal, batch.deepstack))
     hook.remove()
-    return torch.cat(seen)
+    return torch.cat(inputs)
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
@@ -35,21 +36,31 @@ def test_scales_follow_the_formula(tiny, family):
     for block in policy.structure.blocks:
         for pair in SMOOTHED:
             consumers = PAIRS[pair][1]
-            tokens = entering(policy, prompts, block, consumers[0])
+            tokens = inputs_of(policy, prompts, block, consumers[0])
             logs = []
             for column in range(tokens.shape[1]):
                 x = max(abs(float(value)) for value in tokens[:, column])
                 w = max(float(block.child(name).weight[:, column].abs().max()) for name in consumers)
                 logs.append(torch.tensor(x**ALPHA / w ** (1 - ALPHA), dtype=torch.float64).log())
             expected = torch.stack(logs)
-            found = theta.smoothing[pair_key(block, pair)].double()
-            torch.testing.assert_close(found, expected - expected.mean(), rtol=1e-4, atol=1e-5)
+            actual = theta.smoothing[pair_key(block, pair)].double()
+            torch.testing.assert_close(actual, expected - expected.mean(), rtol=1e-4, atol=1e-5)
+
+
+def test_large_outliers_get_their_whole_scale():
+    """The square root of a million; the bound of e^8 is for channels that are never there."""
+    x_max, w_max = torch.tensor([1e6, 1.0, 1.0, 1.0], dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    u = migrated(x_max, w_max, ALPHA)
+    torch.testing.assert_close((u[0] - u[1]).exp(), torch.tensor(1e3, dtype=torch.float64))
+    assert u.mean().abs() < 1e-12
+    x_max[0] = 1e30
+    assert float(migrated(x_max, w_max, ALPHA)[0]) == 8.0
 
 
 def test_only_the_two_norms_are_smoothed_and_rows_keep_their_range(tiny):
     t = tiny("qwen2.5-vl")
     policy = t.policy("W4A8")
-    theta = METHODS["smoothquant"](policy, t.encode(policy, 2), lambda blocks: None)
+    theta = smoothquant(policy, t.encode(policy, 2), lambda blocks: None)
     moved = {key.split(".")[-1] for key, u in theta.smoothing.items() if u.abs().max() > 1e-3}
     assert moved == set(SMOOTHED)
     assert all(not ratio.any() for ratio in theta.ratio.values())

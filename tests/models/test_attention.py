@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from onptq.cycle.branch import branch
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
 from onptq.engine.prefixes import Prefixes
-from onptq.methods import rtn
+from onptq.methods.rtn import rtn
 from onptq.models import decoder
 from onptq.models.attention import attend_in_groups, grouped_mask, wants_groups
 
@@ -65,22 +66,28 @@ def test_on_a_cpu_and_without_a_mask_attention_is_that_of_transformers() -> None
 def test_rollouts_comparisons_and_branches_are_the_same_in_groups(
     tiny: Callable[[str], Tiny], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bed = tiny(family)
-    policy = bed.policy("W4A16")
+    model = tiny(family)
+    policy = model.policy("W4A16")
     policy.freeze(rtn(policy))
-    prompts = bed.encode(policy, 3)
-    asked: list[int] = []
-    found = []
+    prompts = model.encode(policy, 3)
+    calls: list[Tensor] = []
+    results = []
+
+    def wants(mask: Tensor | None) -> bool:
+        calls.extend(() if mask is None else (mask,))
+        return mask is not None
+
     for grouped in (False, True):
         if grouped:
-            monkeypatch.setattr(decoder, "wants_groups", lambda mask: mask is not None and asked.append(1) is None)
+            monkeypatch.setattr(decoder, "wants_groups", wants)
         prefixes = Prefixes(policy, prompts, max_tokens=6)
         trajectories = follow(prefixes)
         states = branch(prefixes, trajectories, compare(prefixes, trajectories), horizon=2)
-        found.append((trajectories, states))
-        assert bool(asked) == grouped
-        assert {block.module.self_attn.config._attn_implementation for block in policy.structure.blocks} == {"sdpa"}  # type: ignore[union-attr]
-    (plain, states), (together, grouped_states) = found
+        results.append((trajectories, states))
+        assert bool(calls) == grouped
+        modules: list[Any] = [block.module for block in policy.structure.blocks]
+        assert {module.self_attn.config._attn_implementation for module in modules} == {"sdpa"}
+    (plain, states), (together, grouped_states) = results
     assert plain == together
     for name in states.__dataclass_fields__:
         torch.testing.assert_close(

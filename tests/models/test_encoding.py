@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from onptq.models.windows import windows_at_once
 from onptq.quantizer.policy import Policy
 
 RESPONSE = (5, 60, 200, 7)
-COUNT = 8  # prompts with one picture, with two, with a sound, with both, and with neither
+COUNT = 8  # prompts with one image, with two, with audio, with both, and with neither
 
 
 def all_inputs(tiny: Tiny) -> list[ModelInputs]:
@@ -30,7 +32,7 @@ def all_inputs(tiny: Tiny) -> list[ModelInputs]:
 
 
 def crowded(prompts: Sequence[Prompt]) -> Prompt:
-    """A prompt of three pictures, and of two sounds where the others have any."""
+    """A prompt of three images, and of two audio clips where the others have any."""
     images = [image for prompt in prompts for image in prompt.images][:3]
     audios = [audio for prompt in prompts for audio in prompt.audios][:2]
     parts = [{"type": "image"}, {"type": "text", "text": "then"}, *[{"type": "audio"}] * len(audios)]
@@ -60,9 +62,7 @@ def assert_same(one: EncodedPrompt, other: EncodedPrompt, tolerance: float = 0.0
         assert (mine is None) == (theirs is None), name
         if mine is not None:
             allowed = tolerance * float(theirs.abs().max()) if theirs.is_floating_point() else 0.0
-            torch.testing.assert_close(
-                mine, theirs, rtol=0, atol=allowed, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=allowed, msg=partial("{}: {}".format, name))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,13 +95,14 @@ def test_response_positions_are_those_transformers_derives_from_the_whole_sequen
 def test_all_windows_at_once_give_the_features_of_one_after_another(
     tiny: Callable[[str], Tiny], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, inputs, calls = tiny(family).policy("W4A16"), all_inputs(tiny(family)), []
+    policy, inputs, calls = tiny(family).policy("W4A16"), all_inputs(tiny(family)), list[int]()
     plain = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda *args, **kw: (calls.append(1), plain(*args, **kw))[1],
-    )
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     one_by_one = encode(policy, inputs)
     looped = len(calls)
     with windows_at_once(policy.model):
@@ -115,8 +116,8 @@ def test_all_windows_at_once_give_the_features_of_one_after_another(
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
-def test_pictures_occupy_fewer_positions_than_tokens(tiny: Callable[[str], Tiny], family: str) -> None:
-    """Under M-RoPE a picture is as long as its longer side, so positions that merely count tokens would be wrong."""
+def test_images_occupy_fewer_positions_than_tokens(tiny: Callable[[str], Tiny], family: str) -> None:
+    """Under M-RoPE an image is as long as its longer side, so positions that merely count tokens would be wrong."""
     policy = tiny(family).policy("W4A16")
     seen = {
         encode_one(policy, inputs).next_position < inputs.length for inputs in all_inputs(tiny(family)) if _sees(inputs)
@@ -137,7 +138,7 @@ def test_text_tokens_are_embedded_and_placeholders_replaced(tiny: Callable[[str]
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
-def test_deepstack_features_lie_on_the_picture_and_matter(tiny: Callable[[str], Tiny], family: str) -> None:
+def test_deepstack_features_lie_on_the_image_and_matter(tiny: Callable[[str], Tiny], family: str) -> None:
     policy = tiny(family).policy("W4A16")
     for inputs in all_inputs(tiny(family)):
         prompt = encode_one(policy, inputs)
@@ -145,6 +146,7 @@ def test_deepstack_features_lie_on_the_picture_and_matter(tiny: Callable[[str], 
             assert prompt.deepstack is None
             continue
         assert prompt.deepstack is not None
+        assert prompt.deepstack_at is not None
         assert torch.equal(prompt.deepstack_at, (inputs.modality == 1).nonzero()[:, 0])
         assert prompt.deepstack.shape[1:] == (int((inputs.modality == 1).sum()), prompt.embeds.shape[1])
         without = replace(prompt, deepstack=None, deepstack_at=None)
@@ -152,7 +154,7 @@ def test_deepstack_features_lie_on_the_picture_and_matter(tiny: Callable[[str], 
         assert (full - bare).abs().max() > 1e-3
 
 
-# --- nothing leaks ------------------------------------------------------------------------------------------------------
+# --- nothing leaks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
@@ -163,7 +165,7 @@ def test_a_prompt_is_encoded_the_same_whatever_was_encoded_before_it(tiny: Calla
     backwards = [encode_one(policy, one) for one in reversed(inputs)][::-1]
     for one, other in zip(in_order, backwards, strict=True):
         assert_same(one, other)
-    for index in (0, COUNT - 1):  # a picture, and text alone
+    for index in (0, COUNT - 1):  # an image, and text alone
         assert_same(in_order[index], encode_one(tiny(family).policy("W4A16"), inputs[index]))
 
 
@@ -171,23 +173,23 @@ def test_a_prompt_is_encoded_the_same_whatever_was_encoded_before_it(tiny: Calla
 def test_encoding_does_not_see_what_the_model_remembers_of_a_generation(
     tiny: Callable[[str], Tiny], family: str
 ) -> None:
-    picture, *_, text = all_inputs(tiny(family))
+    image, *_, text = all_inputs(tiny(family))
     policy = tiny(family).policy("W4A16")
     expected = encode_one(policy, text)
     with torch.no_grad():
-        policy.model(**picture.tensors, use_cache=True)  # as `generate` begins: the rope offset stays in the model
+        policy.model(**image.tensors, use_cache=True)  # as `generate` begins: the rope offset stays in the model
     assert_same(encode_one(policy, text), expected)
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_encoding_leaves_no_trace_in_the_model(tiny: Callable[[str], Tiny], family: str) -> None:
-    picture, *_, text = all_inputs(tiny(family))
+    image, *_, text = all_inputs(tiny(family))
     policy, fresh = tiny(family).policy("W4A16"), tiny(family).policy("W4A16")
-    encode_one(policy, picture)
+    encode_one(policy, image)
     assert torch.equal(forward(policy, "D", text), forward(fresh, "D", text))
-    broken = {name: tensor for name, tensor in picture.tensors.items() if name != "image_grid_thw"}
+    broken = {name: tensor for name, tensor in image.tensors.items() if name != "image_grid_thw"}
     with pytest.raises(Exception, match=r".+"):
-        encode_one(policy, ModelInputs(broken, picture.modality))
+        encode_one(policy, ModelInputs(broken, image.modality))
     assert torch.equal(forward(policy, "D", text), forward(fresh, "D", text))
 
 
@@ -200,7 +202,7 @@ def test_encoding_is_d_s_business_even_while_q_speaks(tiny: Callable[[str], Tiny
     assert_same(prompt, encode_one(policy, inputs))
 
 
-# --- side by side -------------------------------------------------------------------------------------------------------
+# --- side by side ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -230,12 +232,12 @@ def test_what_stands_in_the_padding_is_never_read(tiny: Callable[[str], Tiny], f
         positions=torch.where(padding, 1000, batch.positions),
         deepstack=tuple(torch.where(padding[..., None], noise, level) for level in batch.deepstack),
     )
-    found = decode(policy, dirty, masked=masked)
-    assert torch.equal(found[batch.real], clean[batch.real])
-    assert not torch.equal(found[padding], clean[padding])
+    other = decode(policy, dirty, masked=masked)
+    assert torch.equal(other[batch.real], clean[batch.real])
+    assert not torch.equal(other[padding], clean[padding])
 
 
-# --- many at once -------------------------------------------------------------------------------------------------------
+# --- many at once ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -253,7 +255,7 @@ def test_prompts_encoded_together_are_what_each_is_alone(tiny: Callable[[str], T
             assert together.ordinal == ordinal
 
 
-def test_sounds_of_different_lengths_are_encoded_together(tiny: Callable[[str], Tiny]) -> None:
+def test_audio_clips_of_different_lengths_are_encoded_together(tiny: Callable[[str], Tiny]) -> None:
     omni = tiny("qwen2.5-omni")
     policy = omni.policy("W4A16", torch.float64)
     heard = [one for one in map(omni.processor, load_manifest(omni.manifest)) if "input_features" in one.tensors]
@@ -264,13 +266,13 @@ def test_sounds_of_different_lengths_are_encoded_together(tiny: Callable[[str], 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_neighbours_do_not_matter(tiny: Callable[[str], Tiny], family: str) -> None:
-    """Other pictures beside it, as large and as many, leave a prompt's features alone."""
+    """Other images beside it, as large and as many, leave a prompt's features alone."""
     policy, inputs = tiny(family).policy("W4A16", torch.float64), all_inputs(tiny(family))
     seen = [one for one in inputs if _sees(one)]
     noisy = [replace(one, tensors=one.tensors | {"pixel_values": 5 - one.tensors["pixel_values"]}) for one in seen[1:]]
     expected, *others = encode(policy, seen)
-    found, *changed = encode(policy, [seen[0], *noisy])
-    assert_same(found, expected, tolerance=1e-12)
+    first, *changed = encode(policy, [seen[0], *noisy])
+    assert_same(first, expected, tolerance=1e-12)
     assert all((one.embeds - other.embeds).abs().max() > 1e-3 for one, other in zip(others, changed, strict=True))
 
 
@@ -282,7 +284,7 @@ def test_an_encoded_prompt_holds_no_memory_of_its_neighbours(tiny: Callable[[str
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
-def test_padding_is_never_taken_for_a_picture(tiny: Callable[[str], Tiny], family: str) -> None:
+def test_padding_is_never_taken_for_an_image(tiny: Callable[[str], Tiny], family: str) -> None:
     """Even where the placeholder is token 0, with which a batch would else be padded."""
     policy = tiny(family).policy("W4A16", torch.float64)
     placeholder = tiny(family).processor.placeholders[1]
@@ -355,3 +357,24 @@ def test_a_prompt_that_does_not_fit_with_its_own_response_is_refused(tiny: Calla
 
 def _sees(inputs: ModelInputs) -> bool:
     return bool((inputs.modality == 1).any())
+
+
+def test_a_response_follows_the_largest_position_of_any_axis_and_token() -> None:
+    positions = torch.tensor([[0, 1, 1, 2], [0, 1, 9, 2], [0, 5, 1, 2]])
+    ids = torch.arange(4)
+    prompt = EncodedPrompt(0, ids, torch.zeros(4, 2), positions, torch.zeros(4, dtype=torch.int8))
+    assert prompt.next_position == 10
+    longer = prompt.extended(torch.tensor([7, 8]), torch.ones(2, 2))
+    assert longer.positions[:, 4:].tolist() == [[10, 11]] * 3
+    assert PromptBatch.of([prompt, longer]).response_positions(2)[:, :, :].tolist() == [[[10, 11], [12, 13]]] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_with_a_bias_adds_it(tiny: Callable[[str], Tiny], dtype: torch.dtype) -> None:
+    policy = tiny("llama").policy(dtype=dtype)
+    head, hidden = policy.structure.head, torch.randn(3, 5, policy.structure.embedding.embedding_dim).to(dtype)
+    plain = policy.logits(hidden)
+    head.bias = torch.nn.Parameter(torch.linspace(-4, 4, policy.vocabulary).to(dtype), requires_grad=False)
+    assert torch.equal(policy.logits(hidden), plain + head.bias.float())
+    norm: Any = policy.structure.decoder.norm
+    torch.testing.assert_close(policy.logits(hidden), head(norm(hidden)).float(), rtol=0.02, atol=0.05)

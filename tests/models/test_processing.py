@@ -18,8 +18,8 @@ from test_audio import wav
 
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
-from onptq.models import FAMILIES
 from onptq.models.processing import PromptProcessor, context_length
+from onptq.registry import FAMILIES
 
 PATCH = {"qwen2.5-vl": 14, "qwen3-vl": 16, "qwen2.5-omni": 14}
 AROUND_IMAGE = {
@@ -30,7 +30,7 @@ AROUND_IMAGE = {
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 
 
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+def drawing(width: int, height: int, seed: int = 0) -> Image.Image:
     coarse = np.random.default_rng(seed).integers(0, 256, (max(2, height // 16), max(2, width // 16), 3), np.uint8)
     return Image.fromarray(coarse).resize((width, height))
 
@@ -41,7 +41,7 @@ def png(image: Image.Image, **options: Any) -> Media:
     return embedded(buffer.getvalue())
 
 
-def sound(seconds: float, seed: int = 0) -> Media:
+def tone(seconds: float, seed: int = 0) -> Media:
     return embedded(wav(np.random.default_rng(seed).uniform(-0.3, 0.3, int(16_000 * seconds)), 2))
 
 
@@ -63,10 +63,10 @@ def refusal(processor: PromptProcessor, prompt: Prompt) -> str:
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
-def test_each_picture_becomes_its_merged_patches_in_order(family: str, tiny: Callable[[str], Tiny]) -> None:
+def test_each_image_becomes_its_merged_patches_in_order(family: str, tiny: Callable[[str], Tiny]) -> None:
     processor, unit = tiny(family).processor, 2 * PATCH[family]
     sizes = [(4, 2), (2, 3), (5, 5)]  # in merged patches
-    images = tuple(png(picture(w * unit, h * unit, seed)) for seed, (w, h) in enumerate(sizes))
+    images = tuple(png(drawing(w * unit, h * unit, seed)) for seed, (w, h) in enumerate(sizes))
     inputs = processor(ask("See ", "image", " and ", "image", "image", "?", images=images))
 
     start, pad, end = AROUND_IMAGE[family]
@@ -84,11 +84,11 @@ def test_each_picture_becomes_its_merged_patches_in_order(family: str, tiny: Cal
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
-def test_pictures_are_those_of_the_pil_image_processor(family: str, tiny: Callable[[str], Tiny]) -> None:
+def test_images_are_those_of_the_pil_image_processor(family: str, tiny: Callable[[str], Tiny]) -> None:
     processor = tiny(family).processor
-    pictures = [picture(210, 97, 1), picture(33, 401, 2)]
-    inputs = processor(ask("image", "image", images=tuple(map(png, pictures))))
-    reference = processor.image_processor(images=pictures, return_tensors="pt")
+    drawings = [drawing(210, 97, 1), drawing(33, 401, 2)]
+    inputs = processor(ask("image", "image", images=tuple(map(png, drawings))))
+    reference = processor.image_processor(images=drawings, return_tensors="pt")
     assert torch.equal(inputs.tensors["pixel_values"], reference["pixel_values"])
     assert torch.equal(inputs.tensors["image_grid_thw"], reference["image_grid_thw"])
     assert type(processor.image_processor).__name__.endswith("Pil")
@@ -96,7 +96,7 @@ def test_pictures_are_those_of_the_pil_image_processor(family: str, tiny: Callab
 
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_token_types_go_to_the_families_whose_positions_need_them(family: str, tiny: Callable[[str], Tiny]) -> None:
-    inputs = tiny(family).processor(ask("image", "?", images=(png(picture(60, 60)),)))
+    inputs = tiny(family).processor(ask("image", "?", images=(png(drawing(60, 60)),)))
     assert ("mm_token_type_ids" in inputs.tensors) == (family != "qwen2.5-omni")
     if family != "qwen2.5-omni":
         assert torch.equal(inputs.tensors["mm_token_type_ids"][0], (inputs.modality == 1).long())
@@ -110,9 +110,9 @@ def test_a_prompt_of_text_alone_carries_no_media_tensors(family: str, tiny: Call
     assert inputs.modality.dtype == torch.int8
 
 
-def test_sounds_become_a_quarter_of_their_frames_and_lose_only_padding(tiny: Callable[[str], Tiny]) -> None:
+def test_audio_clips_become_a_quarter_of_their_frames_and_lose_only_padding(tiny: Callable[[str], Tiny]) -> None:
     processor = tiny("qwen2.5-omni").processor
-    audios = (sound(0.5, 1), sound(1.234, 2))
+    audios = (tone(0.5, 1), tone(1.234, 2))
     inputs = processor(ask("audio", " or ", "audio", audios=audios))
 
     frames = [50, 124]  # of 10 ms, begun ones included
@@ -128,10 +128,10 @@ def test_sounds_become_a_quarter_of_their_frames_and_lose_only_padding(tiny: Cal
     assert torch.equal(inputs.tensors["input_features"], padded["input_features"][..., :124])
 
 
-def test_pictures_and_sounds_in_one_prompt_keep_their_places(tiny: Callable[[str], Tiny]) -> None:
+def test_images_and_audio_in_one_prompt_keep_their_places(tiny: Callable[[str], Tiny]) -> None:
     processor = tiny("qwen2.5-omni").processor
-    images = (png(picture(56, 56)), png(picture(84, 56)))
-    inputs = processor(ask("image", "audio", "image", "?", images=images, audios=(sound(0.2),)))
+    images = (png(drawing(56, 56)), png(drawing(84, 56)))
+    inputs = processor(ask("image", "audio", "image", "?", images=images, audios=(tone(0.2),)))
     runs = [
         value
         for value, before in zip(inputs.modality.tolist(), [0, *inputs.modality.tolist()], strict=False)
@@ -145,7 +145,7 @@ def test_pictures_and_sounds_in_one_prompt_keep_their_places(tiny: Callable[[str
 def test_settings_are_read_from_every_form_in_which_checkpoints_keep_them(
     family: str, tiny: Callable[[str], Tiny], tmp_path: Path
 ) -> None:
-    checkpoint, prompt = tiny(family), ask("image", images=(png(picture(300, 200)),))
+    checkpoint, prompt = tiny(family), ask("image", images=(png(drawing(300, 200)),))
     folder = tmp_path / "copy"
     shutil.copytree(checkpoint.folder, folder, ignore=shutil.ignore_patterns("*.safetensors", "media"))
     settings = json.loads((folder / "preprocessor_config.json").read_text())
@@ -153,8 +153,8 @@ def test_settings_are_read_from_every_form_in_which_checkpoints_keep_them(
 
     def grid() -> list[int]:
         processor = PromptProcessor.from_folder(folder, FAMILIES[family], checkpoint.source.config)
-        (one,) = processor(prompt).tensors["image_grid_thw"].tolist()
-        return one
+        sizes: list[list[int]] = processor(prompt).tensors["image_grid_thw"].tolist()
+        return sizes[0]
 
     usual = checkpoint.processor(prompt).tensors["image_grid_thw"][0].tolist()
     old = settings | {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
@@ -169,17 +169,17 @@ def test_settings_are_read_from_every_form_in_which_checkpoints_keep_them(
     assert grid() == usual
 
 
-def test_a_camera_that_was_held_sideways_does_not_turn_the_picture(tiny: Callable[[str], Tiny]) -> None:
+def test_a_camera_that_was_held_sideways_does_not_turn_the_image(tiny: Callable[[str], Tiny]) -> None:
     processor = tiny("qwen2.5-vl").processor
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
-    inputs = processor(ask("image", images=(png(picture(56, 112), exif=exif),)))
+    inputs = processor(ask("image", images=(png(drawing(56, 112), exif=exif),)))
     assert inputs.tensors["image_grid_thw"].tolist() == [[1, 4, 8]]
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "I;16"])
-def test_pictures_of_every_kind_become_rgb(mode: str, tiny: Callable[[str], Tiny]) -> None:
-    image = picture(56, 56).convert("L" if mode == "I;16" else mode)
+def test_images_of_every_kind_become_rgb(mode: str, tiny: Callable[[str], Tiny]) -> None:
+    image = drawing(56, 56).convert("L" if mode == "I;16" else mode)
     inputs = tiny("qwen3-vl").processor(ask("image", images=(png(image.convert(mode)),)))
     assert torch.isfinite(inputs.tensors["pixel_values"]).all()
 
@@ -214,7 +214,7 @@ def test_without_a_chat_template_a_prompt_is_its_text_after_the_beginning_token(
     assert qwen.tokenizer.decode(qwen(prompt).input_ids[0]) == "One\ntwo"
 
 
-def test_a_chat_template_of_an_older_processor_is_found_and_comes_first(
+def test_a_chat_template_of_an_older_processor_is_read_and_comes_first(
     tiny: Callable[[str], Tiny], tmp_path: Path
 ) -> None:
     checkpoint, folder = tiny("qwen2.5-vl"), tmp_path / "copy"
@@ -224,7 +224,7 @@ def test_a_chat_template_of_an_older_processor_is_found_and_comes_first(
     assert processor.tokenizer.decode(processor(ask("Hello")).input_ids[0]) == "olduser"
 
 
-def test_text_longer_than_the_context_is_kept_whole_and_then_refused(tiny: Callable[[str], Tiny]) -> None:
+def test_text_longer_than_the_context_is_not_cut_but_refused(tiny: Callable[[str], Tiny]) -> None:
     processor = tiny("qwen3").processor
     prompt = ask("word " * 5_000)
     inputs = processor(prompt)
@@ -252,39 +252,37 @@ def test_a_rope_scaling_extends_the_context() -> None:
 def test_media_that_cannot_be_read_are_named_with_their_prompt(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
     processor = tiny("qwen2.5-omni").processor
     broken = tmp_path / "broken.png"
-    broken.write_bytes(png(picture(50, 50)).read()[:60])
+    broken.write_bytes(png(drawing(50, 50)).read()[:60])
     gone = tmp_path / "gone.wav"
     noise = tmp_path / "noise.wav"
     noise.write_bytes(b"RIFF\0\0\0\0WAVE")
-    assert f"picture {broken} cannot be read as a picture" in refusal(
-        processor, ask("image", images=(Media(broken, "0"),))
-    )
-    assert f"sound {gone} cannot be read: No such file" in refusal(processor, ask("audio", audios=(Media(gone, "0"),)))
-    assert f"sound {noise}" in refusal(processor, ask("audio", audios=(Media(noise, "0"),)))
+    assert f"image {broken} cannot be decoded" in refusal(processor, ask("image", images=(Media(broken, "0"),)))
+    assert f"audio {gone} cannot be read: No such file" in refusal(processor, ask("audio", audios=(Media(gone, "0"),)))
+    assert f"audio {noise}" in refusal(processor, ask("audio", audios=(Media(noise, "0"),)))
 
 
-def test_a_picture_too_narrow_for_the_model_is_refused(tiny: Callable[[str], Tiny]) -> None:
-    message = refusal(tiny("qwen3-vl").processor, ask("image", images=(png(picture(2, 900)),)))
+def test_an_image_too_narrow_for_the_model_is_refused(tiny: Callable[[str], Tiny]) -> None:
+    message = refusal(tiny("qwen3-vl").processor, ask("image", images=(png(drawing(2, 900)),)))
     assert "aspect ratio" in message
 
 
-def test_sounds_are_never_cut_and_never_vanish(tiny: Callable[[str], Tiny]) -> None:
+def test_audio_clips_are_never_cut_and_never_vanish(tiny: Callable[[str], Tiny]) -> None:
     processor = tiny("qwen2.5-omni").processor
-    assert "lasts 30.5 s; expected at most 30 s" in refusal(processor, ask("audio", audios=(sound(30.5),)))
-    assert "too short" in refusal(processor, ask("audio", audios=(sound(0.01),)))
+    assert "lasts 30.5 s; expected at most 30 s" in refusal(processor, ask("audio", audios=(tone(30.5),)))
+    assert "too short" in refusal(processor, ask("audio", audios=(tone(0.01),)))
 
 
 def test_media_of_a_kind_that_the_family_lacks_are_refused(tiny: Callable[[str], Tiny]) -> None:
-    image, audio = png(picture(50, 50)), sound(0.2)
+    image, audio = png(drawing(50, 50)), tone(0.2)
     assert "takes only: image, text" in refusal(tiny("qwen2.5-vl").processor, ask("audio", audios=(audio,)))
     assert "takes only: text" in refusal(tiny("llama").processor, ask("image", images=(image,)))
 
 
-def test_a_placeholder_in_the_text_itself_is_no_picture(tiny: Callable[[str], Tiny]) -> None:
+def test_a_placeholder_in_the_text_itself_is_no_image(tiny: Callable[[str], Tiny]) -> None:
     processor = tiny("qwen2.5-vl").processor
-    assert "1 <|image_pad|> placeholders for 0 pictures" in refusal(processor, ask("What is <|image_pad|>?"))
-    without = ask("image", "image", images=(png(picture(50, 50)),))
-    assert "2 <|image_pad|> placeholders for 1 pictures" in refusal(processor, without)
+    assert "1 <|image_pad|> placeholders for 0 images" in refusal(processor, ask("What is <|image_pad|>?"))
+    without = ask("image", "image", images=(png(drawing(50, 50)),))
+    assert "2 <|image_pad|> placeholders for 1 images" in refusal(processor, without)
 
 
 def test_a_chat_template_that_asks_for_the_date_gets_the_same_every_day(tiny: Callable[[str], Tiny]) -> None:
@@ -300,9 +298,9 @@ def test_what_a_chat_template_refuses_is_passed_on(tiny: Callable[[str], Tiny]) 
     assert "is empty" in refusal(empty, ask("Hello"))
 
 
-def test_pictures_without_a_chat_template_are_refused(tiny: Callable[[str], Tiny]) -> None:
+def test_images_without_a_chat_template_are_refused(tiny: Callable[[str], Tiny]) -> None:
     bare = replace(tiny("qwen2.5-vl").processor, template=None)
-    assert "need a chat template" in refusal(bare, ask("image", images=(png(picture(50, 50)),)))
+    assert "need a chat template" in refusal(bare, ask("image", images=(png(drawing(50, 50)),)))
 
 
 def test_a_config_whose_placeholder_is_another_token_is_refused(tiny: Callable[[str], Tiny]) -> None:
@@ -329,7 +327,7 @@ def test_a_folder_without_a_needed_file_or_with_a_broken_one_is_refused(
 def test_what_is_processed_ahead_is_what_is_processed_alone_in_its_order(tiny: Callable[[str], Tiny]) -> None:
     processor = tiny("qwen2.5-vl").processor
     sizes = [(64 + 28 * n, 56 + 28 * (n % 3)) for n in range(21)]
-    prompts = [ask("image", f"What is {n}?", images=(png(picture(*size, n)),)) for n, size in enumerate(sizes)]
+    prompts = [ask("image", f"What is {n}?", images=(png(drawing(*size, n)),)) for n, size in enumerate(sizes)]
     alone = [processor(prompt) for prompt in prompts]
     ahead = list(processor.ahead(prompts))
     assert len(ahead) == len(alone)
@@ -338,9 +336,9 @@ def test_what_is_processed_ahead_is_what_is_processed_alone_in_its_order(tiny: C
         assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
 
 
-def test_a_picture_that_is_none_is_told_when_its_turn_comes(tiny: Callable[[str], Tiny]) -> None:
-    good, bad = (ask("image", images=(media,)) for media in (png(picture(56, 56)), embedded(b"no picture")))
+def test_an_image_that_is_none_is_refused_when_its_turn_comes(tiny: Callable[[str], Tiny]) -> None:
+    good, bad = (ask("image", images=(media,)) for media in (png(drawing(56, 56)), embedded(b"no image")))
     taken = tiny("qwen2.5-vl").processor.ahead([good, good, bad, good])
     assert next(taken).length == next(taken).length
-    with pytest.raises(OnPTQError, match="cannot be read as a picture"):
+    with pytest.raises(OnPTQError, match="cannot be decoded"):
         next(taken)

@@ -1,6 +1,6 @@
-"""A whole run in a process of its own, with the most memory each phase held; prints JSON. Arguments: model, recipe, out, warm.
+"""A whole run in a process of its own, with the most memory each phase held; prints JSON.
 
-The allocator is told by its environment to give every tensor back when it dies: what it would keep for later is no tensor.
+Arguments: model, recipe, out, warm. The environment makes the allocator return every tensor when it dies.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def main(model: Path, recipe: Recipe, out: Path, warm: Path) -> None:
     gc.collect()
     before, reporter = resident("VmRSS"), Measuring()
     onptq.quantize(model, out / "run", calibration=model / "prompts.jsonl", recipe=recipe, reporter=reporter)
-    with safe_open(run_home(out / "run") / "init.safetensors", "pt") as start:
-        kinds = Counter(name.partition("/")[0] for name in start.keys())  # noqa: SIM118 - safe_open is no mapping
-    print(json.dumps({"before": before, "peaks": reporter.peaks, "start": kinds}))
+    with safe_open(run_home(out / "run") / "init.safetensors", "pt") as init:
+        kinds = Counter(name.partition("/")[0] for name in init.keys())  # noqa: SIM118 - safe_open is no mapping
+    print(json.dumps({"before": before, "peaks": reporter.peaks, "init": kinds}))
 
 
 if __name__ == "__main__":

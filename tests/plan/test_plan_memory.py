@@ -1,4 +1,4 @@
-"""Predicted against measured memory of a real run: the same model, recipe and prompts, on the CPU.
+"""Predicted against measured memory of a real run: the same model, recipe and prompts, on a CPU.
 
 Compared are bytes above what the process holds before the run: the model's tensors and everything made from them. The
 model is large enough (about 90 MB of float32) that these, and not Python's own objects, are what is measured.
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 import onptq
@@ -24,12 +23,11 @@ from onptq.plan.planning import Plan, make_plan
 from onptq.progress import Bar, QuietReporter
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
-from onptq.run import run_home
 from onptq.zoo.random import write_random
 
 TOLERANCE = 0.25
 COMPARED = ("Load", "Follow", "Compare", "Branch", "Calibrate", "Export", "Verify")
-RECIPE = {
+RECIPE: dict[str, Any] = {
     "scheme": "W4A8",
     "init": "rtn",
     "rounds": 1,
@@ -41,19 +39,19 @@ RECIPE = {
     "compute.device": "cpu",
 }
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="only Linux says what a process held"
-)
-
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what a process held"),
+]
 
 # So many steps that every block learns something: one that does not has no offsets. One prompt, so that they are quick.
-LEARNED_START = {"init": "search+signround", "init_steps": 12, "data.prompts": 1}
-RUNS = {
+LEARNED_INIT = {"init": "search+signround", "init_steps": 12, "data.prompts": 1}
+RUNS: dict[str, dict[str, Any]] = {
     "free": {"calibrate.codes": "free"},
     "settled": {"calibrate.codes": "settled"},
     "learned": {"calibrate.codes": "learned"},
-    "free after signround": {"calibrate.codes": "free", **LEARNED_START},
-    "settled after signround": {"calibrate.codes": "settled", **LEARNED_START},
+    "free after signround": {"calibrate.codes": "free", **LEARNED_INIT},
+    "settled after signround": {"calibrate.codes": "settled", **LEARNED_INIT},
 }
 
 
@@ -74,8 +72,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "524288", "MALLOC_TRIM_THRESHOLD_": "524288"}
     done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    ids = pq.read_table(run_home(folder / "out" / "run") / "prompts.parquet")["input_ids"].to_pylist()
-    plan = make_plan(model, recipe, prompt_tokens=round(sum(map(len, ids)) / len(ids)))
+    plan = make_plan(model, recipe, calibration=model / "prompts.jsonl")
     return plan, json.loads(done.stdout.splitlines()[-1])
 
 
@@ -93,7 +90,7 @@ def test_the_peak_of_each_phase_is_as_predicted(measured: tuple[Plan, dict[str, 
     assert predicted == pytest.approx(run["peaks"][name] - run["before"], rel=TOLERANCE)
 
 
-def test_the_peak_of_a_learned_start_is_as_predicted(measured: tuple[Plan, dict[str, Any]]) -> None:
+def test_the_peak_of_a_learned_init_is_as_predicted(measured: tuple[Plan, dict[str, Any]]) -> None:
     plan, run = measured
     if plan.recipe.init == "rtn":
         pytest.skip("plain rounding learns nothing, and is over before it is seen")
@@ -101,7 +98,7 @@ def test_the_peak_of_a_learned_start_is_as_predicted(measured: tuple[Plan, dict[
     predicted = phase.host_bytes - phase.host["process"]
     assert predicted == pytest.approx(run["peaks"]["Initialize"] - run["before"], rel=TOLERANCE)
     kind = "halved" if plan.recipe.settles else "offset"
-    assert run["start"][kind] == 7 * 3, "every linear was to have learned something: are there too few steps?"
+    assert run["init"][kind] == 7 * 3, "every linear was to have learned something: are there too few steps?"
 
 
 class Counting(QuietReporter):
@@ -119,12 +116,10 @@ class Counting(QuietReporter):
 
 
 @pytest.mark.parametrize("codes", ["settled", "free"])
-def test_the_offsets_of_the_start_are_let_go_of_where_they_are_not_counted(
-    small: Path, tmp_path: Path, codes: str
-) -> None:
-    """Settled codes need none; free ones those of the theta at hand, and in an update its origin's and the best's too."""
-    reporter, start = Counting(), {"init": "signround", "init_steps": 12}
-    recipe = Recipe().with_overrides(RECIPE | start | {"calibrate.codes": codes, "rounds": 2})
+def test_the_offsets_of_the_init_are_freed_where_they_are_not_counted(small: Path, tmp_path: Path, codes: str) -> None:
+    """Settled codes need none; free ones those of theta, and in an update those of its origin and of the best."""
+    reporter, init = Counting(), {"init": "signround", "init_steps": 12}
+    recipe = Recipe().with_overrides(RECIPE | init | {"calibrate.codes": codes, "rounds": 2})
     onptq.quantize(small, tmp_path, calibration=small / "prompts.jsonl", recipe=recipe, reporter=reporter, verify=False)
     alive = reporter.alive
     assert alive["Initialize (signround)"] == (codes == "free")

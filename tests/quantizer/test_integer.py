@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onptq.quantizer.numerics import FakeQuantize, code_range, fake_quantize_activations, round_to_codes
+from onptq.kernels.grid import code_range
+from onptq.quantizer.numerics import FakeQuantize, fake_quantize_activations, round_to_codes
 from onptq.quantizer.weights import dequantize, fake_quantize_weight, weight_codes, weight_grid
 from onptq.schemes import Scheme
 
@@ -109,7 +110,7 @@ def test_symmetric_row_steps_are_the_full_range_times_the_ratio(bits: int) -> No
     weight, ratio = normal(5, 20, seed=2), torch.linspace(0.4, 1, 5, dtype=torch.float64)[:, None]
     step, zero = weight_grid(weight[:, None], ratio.log(), Scheme(bits), torch.float64)
     assert zero is None
-    np.testing.assert_allclose(step[:, 0], oracles.row_step(weight.numpy(), ratio.numpy(), bits), rtol=1e-12)
+    np.testing.assert_allclose(step[:, 0], oracles.row_scale(weight.numpy(), ratio.numpy(), bits), rtol=1e-12)
     codes = round_to_codes(weight, step[:, 0], bits)
     np.testing.assert_array_equal(codes, oracles.rounding(weight.numpy(), step[:, 0].numpy(), bits).code)
     assert codes[-1].abs().max() == code_range(bits)[1], "at ratio 1 the largest weight has the largest code"
@@ -135,7 +136,7 @@ def test_rounding_offsets_move_codes_by_at_most_one() -> None:
     plain = weight_codes(weight, torch.zeros(8, 1).double(), None, Scheme(4), torch.float64)[0]
     moved = weight_codes(weight, torch.zeros(8, 1).double(), offset, Scheme(4), torch.float64)[0]
     assert (plain - moved).abs().max() == 1
-    step = oracles.row_step(weight.numpy(), np.ones((8, 1)), 4)
+    step = oracles.row_scale(weight.numpy(), np.ones((8, 1)), 4)
     np.testing.assert_array_equal(moved, oracles.rounding(weight.numpy(), step, 4, offset.numpy()).code)
 
 
@@ -180,7 +181,7 @@ def test_fake_quantize_has_the_gradients_of_its_surrogate(bits: int, with_offset
     for index in range(3 if with_offset else 2):
 
         def along(moved: np.ndarray, index: int = index) -> float:
-            return float((grad.numpy() * frozen(*point[:index], moved, *point[index + 1 :])).sum())
+            return float((grad.numpy() * frozen(*[*point[:index], moved, *point[index + 1 :]])).sum())
 
         agree(inputs[index].grad, numeric_gradient(along, point[index]))
 
@@ -194,16 +195,16 @@ def test_smoothing_learns_through_the_token_step(bits: int) -> None:
     fake_quantize_activations(entering, bits).backward(grad)
 
     point = entering.detach().numpy()
-    frozen = oracles.rounding(point, oracles.token_step(point, bits), bits)
+    frozen = oracles.rounding(point, oracles.token_scale(point, bits), bits)
 
     def surrogate(moved: np.ndarray) -> float:
         smooth = x.numpy() / np.exp(moved)
-        return float((grad.numpy() * frozen(smooth, oracles.token_step(smooth, bits))).sum())
+        return float((grad.numpy() * frozen(smooth, oracles.token_scale(smooth, bits))).sum())
 
     agree(u.grad, numeric_gradient(surrogate, u.detach().numpy()))
 
     def detached(moved: np.ndarray) -> float:
-        return float((grad.numpy() * frozen(x.numpy() / np.exp(moved), oracles.token_step(point, bits))).sum())
+        return float((grad.numpy() * frozen(x.numpy() / np.exp(moved), oracles.token_scale(point, bits))).sum())
 
     without = numeric_gradient(detached, u.detach().numpy())
     assert np.abs(u.grad.numpy() - without).max() > 1e-3, "the step's own gradient is a visible part of it"  # type: ignore[union-attr]
@@ -220,7 +221,7 @@ def weight_surrogate(
         smooth = oracles.smoothed_weight(weight, u_in, u_out).reshape(len(weight), groups, -1)
         ratio = np.exp(log_ratio)[..., None]
         if scheme.symmetric:
-            step = oracles.row_step(smooth, ratio, scheme.weight_bits)
+            step = oracles.row_scale(smooth, ratio, scheme.weight_bits)
             return smooth, step, np.zeros_like(step)
         bottom = np.minimum(smooth.min(-1, keepdims=True), 0)
         step = ratio * (np.maximum(smooth.max(-1, keepdims=True), 0) - bottom) / (2**scheme.weight_bits - 1)
@@ -288,3 +289,30 @@ def test_rounding_to_the_stored_dtype_lets_the_gradient_pass() -> None:
     assert exact.grad is not None
     assert (log_ratio.grad != 0).all()
     torch.testing.assert_close(log_ratio.grad, exact.grad, rtol=0.3, atol=0.05)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_gradient_passes_at_the_extreme_codes_and_not_beyond(bits: int) -> None:
+    low, high = code_range(bits)
+    places = torch.tensor([low - 0.25, low, low + 1, high - 1, high, high + 0.25], dtype=torch.float64)
+    scale = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    x = (places * 0.5).requires_grad_()
+    FakeQuantize.apply(x, scale, None, None, bits, torch.float64).sum().backward()
+    assert x.grad is not None
+    assert scale.grad is not None
+    assert x.grad.tolist() == [0, 1, 1, 1, 1, 0]
+    assert float(scale.grad) == low + high, "those inside lie on their codes, those beyond add theirs"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_lie_within_the_codes_where_the_stored_scale_is_too_small(bits: int) -> None:
+    """Rows without a positive weight have the last code as their zero point; a scale rounded down leads beyond it."""
+    low, high = code_range(bits)
+    weight = -(torch.rand(4096, 8, generator=torch.Generator().manual_seed(0)) + 1)
+    ratio, scheme = torch.zeros(4096, 1), Scheme(bits, symmetric=False)
+    codes, scale, zero = weight_codes(weight, ratio, None, scheme, torch.bfloat16)
+    assert zero is not None
+    unbounded = (low + weight.amin(1, keepdim=True).abs() / scale.float()).round()
+    assert bool((unbounded > high).any()) == (bits == 8), "the case occurs"
+    assert (zero.int() == unbounded.clamp(low, high).int()).all()
+    torch.testing.assert_close(dequantize(codes, scale, zero, torch.float32), weight, rtol=0, atol=4 / (2**bits - 1))

@@ -21,7 +21,7 @@ from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
 from onptq.models.processing import ModelInputs
 from onptq.models.structure import LINEARS, NORMS, find_structure
-from onptq.quantizer.modules import Live, QuantLinear, QuantNorm
+from onptq.quantizer.modules import Frozen, Live, QuantLinear, QuantNorm
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import CalibrateConfig, RiskConfig, SelectConfig
@@ -175,7 +175,7 @@ def test_only_the_decoder_s_seven_linears_and_two_norms_are_wrapped(tiny: Callab
     assert {name for name in after if isinstance(after[name], QuantLinear)} == linears
     assert {name for name in after if isinstance(after[name], QuantNorm)} == norms
     assert after.keys() - before.keys() == {f"{name}.norm" for name in norms}
-    assert model.get_output_embeddings() is before["lm_head"]
+    assert model.get_output_embeddings() is before["lm_head"]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -188,10 +188,13 @@ def test_d_and_q_share_one_copy_of_the_weights(tiny: Callable[[str], Tiny], fami
     assert {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()} == before
     for block in policy.structure.blocks:
         for name in LINEARS:
-            held = [value for value in vars(block.child(name)).values() if isinstance(value, Tensor)]
+            linear = block.child(name)
+            assert isinstance(linear, QuantLinear)
+            held = [value for value in vars(linear).values() if isinstance(value, Tensor)]
             assert held == [], "no dense copy of Q's weights between forwards, unless asked for"
-            assert block.child(name).state.weight is None
-            assert block.child(name).folded().codes.dtype == torch.int8
+            assert isinstance(linear.state, Frozen)
+            assert linear.state.weight is None
+            assert linear.folded().codes.dtype == torch.int8
 
 
 def test_a_norm_that_does_not_multiply_with_its_weight_alone_is_refused(tiny: Callable[[str], Tiny]) -> None:
@@ -200,7 +203,7 @@ def test_a_norm_that_does_not_multiply_with_its_weight_alone_is_refused(tiny: Ca
 
     model = load_model(tiny("llama").source, torch.float32, CPU)
     layer = find_structure(model).blocks[1].module
-    layer.post_attention_layernorm = GemmaRMSNorm(layer.post_attention_layernorm.weight.shape[0])
+    layer.post_attention_layernorm = GemmaRMSNorm(layer.get_parameter("post_attention_layernorm.weight").shape[0])
     with pytest.raises(OnPTQError, match=r"layers\.1\.post_attention_layernorm \(GemmaRMSNorm\)"):
         Policy(model, Scheme.parse("W4A8"))
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from onptq.quantizer.settled import settled_linear
+from onptq.kernels.grid import code_range
+from onptq.quantizer.settled import settled_codes, settled_linear
+from onptq.quantizer.weights import dequantize
+from onptq.schemes import Scheme
 
 TOKENS, INPUTS, OUTPUTS = (2, 5), 12, 7
 
@@ -73,3 +76,17 @@ def test_steps_too_small_for_the_compute_dtype_have_no_gradient_rather_than_none
     assert float(gradient[0]) == 0
     assert gradient.isfinite().all()
     assert gradient[1:].all()
+
+
+@pytest.mark.parametrize(("smallest", "zero"), [(0, -8), (3, -8), (-4, -4), (-15, 7)])
+def test_the_zero_point_is_a_code_whatever_the_levels(smallest: int, zero: int) -> None:
+    """Levels without a zero among them still have one that a checkpoint can store."""
+    levels = torch.arange(smallest, smallest + INPUTS, dtype=torch.int16).repeat(OUTPUTS, 1)
+    scale, ratio = torch.full((OUTPUTS, 1), 0.25), torch.zeros(OUTPUTS, 1)
+    codes, effective, zeros = settled_codes(levels, scale, ratio, Scheme(4, symmetric=False), torch.float32)
+    assert zeros is not None
+    assert zeros.tolist() == [[zero]] * OUTPUTS
+    low, high = code_range(4)
+    assert low <= int(codes.min())
+    assert int(codes.max()) <= high
+    torch.testing.assert_close(dequantize(codes, effective, zeros, torch.float32), levels * 0.25)

@@ -21,7 +21,8 @@ from onptq.engine.prefixes import causal_mask
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import LINEARS, NORMS
-from onptq.quantizer.folded import FoldedLinear
+from onptq.quantizer.folded import FoldedLinear, FoldedNorm
+from onptq.quantizer.modules import QuantLinear, QuantNorm
 from onptq.quantizer.numerics import fake_quantize_activations
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import (
@@ -31,6 +32,7 @@ from onptq.quantizer.theta import (
     SETTLED_RANGE,
     SMOOTHING_REACH,
     Learned,
+    LinearTheta,
     Settled,
     Theta,
     log_scales_in,
@@ -107,17 +109,19 @@ def model_logits(policy: Policy, tiny: Tiny, side: str, prompt: int = 0) -> np.n
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_smoothing_folds_exactly(tiny: Callable[[str], Tiny], family: str) -> None:
     """With 16 bits nothing is rounded, so that Q is D: norms, GQA values with their bias, and up rows divide out."""
-    bed = tiny(family)
-    policy = exact_policy(bed, Scheme(16, 16))
+    checkpoint = tiny(family)
+    policy = exact_policy(checkpoint, Scheme(16, 16))
     attention = policy.structure.blocks[0].module.self_attn
     assert policy.structure.blocks[0].heads > policy.structure.blocks[0].kv_heads
-    assert (attention.v_proj.bias is not None) == (family in ("qwen2.5-vl", "qwen2.5-omni", "qwen2"))
+    assert (policy.structure.blocks[0].child("v_proj").bias is not None) == (
+        family in ("qwen2.5-vl", "qwen2.5-omni", "qwen2")
+    )
     assert hasattr(attention, "q_norm") == family.startswith("qwen3")
     theta = random_theta(policy, torch.float64)
-    dense = model_logits(policy, bed, "D")
+    dense = model_logits(policy, checkpoint, "D")
     for become_q in (policy.attach, policy.freeze):
         become_q(theta)
-        np.testing.assert_allclose(model_logits(policy, bed, "Q"), dense, rtol=0, atol=1e-11)
+        np.testing.assert_allclose(model_logits(policy, checkpoint, "Q"), dense, rtol=0, atol=1e-11)
     folded = dict(policy.folded())
     for block in policy.structure.blocks:
         for name in (*NORMS, *LINEARS):
@@ -128,9 +132,9 @@ def test_any_smoothing_folds_exactly(tiny: Callable[[str], Tiny], family: str) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_16_bits_without_smoothing_are_the_dense_model_bit_for_bit(tiny: Callable[[str], Tiny], family: str) -> None:
-    bed = tiny(family)
-    policy = bed.policy("W16A16")
-    prompts = bed.encode(policy, 2)
+    checkpoint = tiny(family)
+    policy = checkpoint.policy("W16A16")
+    prompts = checkpoint.encode(policy, 2)
     theta = Theta.rtn(policy.structure.blocks, policy.scheme)
     dense = batch_logits(policy, prompts, "D")
     for become_q in (policy.attach, policy.freeze):
@@ -141,15 +145,17 @@ def test_16_bits_without_smoothing_are_the_dense_model_bit_for_bit(tiny: Callabl
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_scale_of_the_wrong_channel_would_be_noticed(tiny: Callable[[str], Tiny], pair: str) -> None:
     """Fold one pair's producer with a permuted vector: the exactness above depends on every channel meeting its own scale."""
-    bed = tiny("qwen2.5-vl")
-    policy = exact_policy(bed, Scheme(16, 16))
+    checkpoint = tiny("qwen2.5-vl")
+    policy = exact_policy(checkpoint, Scheme(16, 16))
     theta = random_theta(policy, torch.float64)
     policy.freeze(theta)
     block, key = policy.structure.blocks[0], pair_key(policy.structure.blocks[0], pair)
     wrong = theta.clone()
     wrong.smoothing[key] = wrong.smoothing[key].roll(1)
-    block.child(PAIRS[pair][0]).freeze(wrong)
-    assert np.abs(model_logits(policy, bed, "Q") - model_logits(policy, bed, "D")).max() > 1e-2
+    producer = block.child(PAIRS[pair][0])
+    assert isinstance(producer, QuantLinear | QuantNorm)
+    producer.freeze(wrong)
+    assert np.abs(model_logits(policy, checkpoint, "Q") - model_logits(policy, checkpoint, "D")).max() > 1e-2
 
 
 def test_every_query_head_of_a_group_meets_the_scale_of_its_kv_channel(tiny: Callable[[str], Tiny]) -> None:
@@ -182,15 +188,15 @@ def test_smoothing_multiplies_columns_and_divides_rows() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_constant_added_to_a_pair_changes_nothing(tiny: Callable[[str], Tiny], pair: str) -> None:
-    bed = tiny("qwen2.5-vl")
-    policy = exact_policy(bed, Scheme(4, 16))
+    checkpoint = tiny("qwen2.5-vl")
+    policy = exact_policy(checkpoint, Scheme(4, 16))
     theta = random_theta(policy, torch.float64)
     policy.freeze(theta)
-    before, codes = model_logits(policy, bed, "Q"), dict(policy.folded())
+    before, codes = model_logits(policy, checkpoint, "Q"), dict(policy.folded())
     for block in policy.structure.blocks:
         theta.smoothing[pair_key(block, pair)] += 0.37
     policy.freeze(theta)
-    np.testing.assert_allclose(model_logits(policy, bed, "Q"), before, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(model_logits(policy, checkpoint, "Q"), before, rtol=0, atol=1e-10)
     for path, piece in policy.folded():
         if hasattr(piece, "codes"):
             assert torch.equal(piece.codes, codes[path].codes)  # type: ignore[union-attr]
@@ -204,7 +210,7 @@ def test_token_steps_absorb_a_constant() -> None:
 
 def moved_theta(distance: float) -> tuple[Theta, Theta]:
     generator = torch.Generator().manual_seed(5)
-    linears = {"r": Learned(torch.zeros(8, 1), torch.zeros(8, 16))}
+    linears: dict[str, LinearTheta] = {"r": Learned(torch.zeros(8, 1), torch.zeros(8, 16))}
     origin = Theta({"p": torch.randn(64, generator=generator)}, linears)
     origin.smoothing["p"] -= origin.smoothing["p"].mean()
     theta = origin.clone()
@@ -285,6 +291,16 @@ def test_a_halved_byte_holds_two_codes_the_first_below(tmp_path: Path) -> None:
     assert stored["halved/layers.0.mlp.up_proj"].tolist() == [[0 + 16 * 15, 8 + 16 * 7]]
 
 
+@pytest.mark.parametrize("level", [8, -9])
+def test_a_level_that_four_bits_do_not_hold_keeps_its_byte(tmp_path: Path, level: int) -> None:
+    levels = torch.tensor([[0, level, 7, -8]], dtype=torch.int8)
+    theta = Theta(linears={"layers.0.mlp.up_proj": Settled(torch.zeros(1, 1), levels, torch.ones(1, 1))})
+    theta.save(tmp_path / "theta.safetensors")
+    assert "halved/layers.0.mlp.up_proj" not in load_file(tmp_path / "theta.safetensors")
+    loaded = Theta.load(tmp_path / "theta.safetensors").settled["layers.0.mlp.up_proj"]
+    assert torch.equal(loaded.levels, levels)
+
+
 def test_clones_share_nothing(tiny: Callable[[str], Tiny]) -> None:
     policy = tiny("qwen2").policy()
     theta = random_theta(policy, offsets=True)
@@ -314,9 +330,9 @@ def test_clones_share_settled_codes_which_nothing_writes_to(tiny: Callable[[str]
 @pytest.mark.parametrize("offsets", [False, True], ids=["nearest", "offsets"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_live_and_frozen_q_give_the_same_bits(tiny: Callable[[str], Tiny], scheme: str, offsets: bool) -> None:
-    bed = tiny("qwen2.5-vl")
-    policy = bed.policy(scheme)
-    prompts = bed.encode(policy, 2)
+    checkpoint = tiny("qwen2.5-vl")
+    policy = checkpoint.policy(scheme)
+    prompts = checkpoint.encode(policy, 2)
     theta = random_theta(policy, offsets=offsets)
     dense = batch_logits(policy, prompts, "D")
     policy.attach(learnable(theta))
@@ -335,9 +351,9 @@ def test_live_and_frozen_q_give_the_same_bits(tiny: Callable[[str], Tiny], schem
 def test_live_and_frozen_agree_in_every_family_and_compute_dtype(
     tiny: Callable[[str], Tiny], family: str, dtype: torch.dtype
 ) -> None:
-    bed = tiny(family)
-    policy = bed.policy("W4A8", dtype)
-    prompts = bed.encode(policy, 2)
+    checkpoint = tiny(family)
+    policy = checkpoint.policy("W4A8", dtype)
+    prompts = checkpoint.encode(policy, 2)
     theta = random_theta(policy)
     policy.attach(theta)
     live = batch_logits(policy, prompts, "Q")
@@ -347,9 +363,9 @@ def test_live_and_frozen_agree_in_every_family_and_compute_dtype(
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "W8A16-asym"])
 def test_settled_codes_stay_and_only_scales_move(tiny: Callable[[str], Tiny], scheme: str) -> None:
-    bed = tiny("qwen2.5-vl")
-    policy = bed.policy(scheme)
-    prompts = bed.encode(policy, 2)
+    checkpoint = tiny("qwen2.5-vl")
+    policy = checkpoint.policy(scheme)
+    prompts = checkpoint.encode(policy, 2)
     theta = random_theta(policy, offsets=True)
     policy.freeze(theta)
     before = batch_logits(policy, prompts, "Q")
@@ -372,8 +388,9 @@ def test_settled_codes_stay_and_only_scales_move(tiny: Callable[[str], Tiny], sc
             assert torch.equal(levels_of(piece), levels[path]), path
 
 
-def levels_of(piece: FoldedLinear) -> Tensor:
-    grouped = piece.codes.short().view(*piece.step.shape, -1)
+def levels_of(piece: FoldedLinear | FoldedNorm) -> Tensor:
+    assert isinstance(piece, FoldedLinear)
+    grouped = piece.codes.short().view(*piece.scale.shape, -1)
     return grouped if piece.zero is None else grouped - piece.zero[..., None]
 
 
@@ -399,7 +416,7 @@ def positions(policy: Policy, theta: Theta, pieces: dict[str, FoldedLinear]) -> 
             out = log_scales_out(theta, block, name)
             weight = block.child(name).weight.double() * log_scales_in(theta, block, name).double().exp()  # type: ignore[operator]
             weight = weight if out is None else weight / out.double().exp()[:, None]
-            step, zero = pieces[path].step.double(), pieces[path].zero
+            step, zero = pieces[path].scale.double(), pieces[path].zero
             grouped = weight.view(*step.shape, -1) / step[..., None] + (0 if zero is None else zero.double()[..., None])
             offset = theta.offset.get(path)
             found[path] = (grouped.view_as(weight) + (0 if offset is None else offset.double())).numpy()
@@ -423,7 +440,7 @@ def test_centring_keeps_every_code_and_puts_its_weight_in_the_middle(
     assert before.keys() == after.keys() == centred.offset.keys()
     for path, piece in before.items():
         assert torch.equal(after[path].codes, piece.codes)
-        assert torch.equal(after[path].step, piece.step)
+        assert torch.equal(after[path].scale, piece.scale)
         assert (piece.zero is None) == (after[path].zero is None) == policy.scheme.symmetric
         assert piece.zero is None or torch.equal(after[path].zero, piece.zero)  # type: ignore[arg-type]
     middle = positions(policy, centred, after)
@@ -449,9 +466,11 @@ def test_a_small_change_of_scales_changes_no_centred_code(tiny: Callable[[str], 
         after = deployed(policy, moved)
         codes = flips = 0
         for path, piece in after.items():
-            flipped = (piece.codes != before[path].codes).view(*piece.step.shape, -1)
+            flipped = (piece.codes != before[path].codes).view(*piece.scale.shape, -1)
             if piece.zero is not None:
-                still = piece.zero == before[path].zero
+                zero = before[path].zero
+                assert zero is not None
+                still = piece.zero == zero
                 assert still.double().mean() > 0.9
                 flipped = flipped[still]
             codes, flips = codes + flipped.numel(), flips + int(flipped.sum())
@@ -467,9 +486,9 @@ def test_weights_that_are_not_quantized_need_no_centre(tiny: Callable[[str], Tin
 
 def test_the_gradient_of_a_settled_step_is_that_of_the_function_itself(tiny: Callable[[str], Tiny]) -> None:
     """No straight-through estimate is left in a weight-only scheme: finite differences agree."""
-    bed = tiny("qwen2.5-vl")
-    policy = exact_policy(bed, Scheme.parse("W3A16"))
-    prompts = bed.encode(policy, 1)
+    checkpoint = tiny("qwen2.5-vl")
+    policy = exact_policy(checkpoint, Scheme.parse("W3A16"))
+    prompts = checkpoint.encode(policy, 1)
     theta = learnable(policy.settle(random_theta(policy, torch.float64)))
     theta.linears = {key: replace(linear, scale=linear.scale.double()) for key, linear in theta.settled.items()}
     policy.attach(theta)
@@ -483,6 +502,7 @@ def test_the_gradient_of_a_settled_step_is_that_of_the_function_itself(tiny: Cal
     value().backward()
     block = policy.structure.blocks[0]
     for parameter in (theta.ratio[block.path("gate_proj")], theta.smoothing[pair_key(block, "norm_qkv")]):
+        assert parameter.grad is not None
         place = int(parameter.grad.abs().argmax())
         sides = []
         for change in (2e-3, -4e-3):
@@ -510,8 +530,8 @@ def test_settled_steps_travel_both_ways_within_their_range_and_no_mean_is_pinned
 
 @pytest.mark.parametrize("scheme", ["W4A8", "W4A16-g128-asym"])
 def test_what_folds_is_codes_and_steps_in_the_stored_dtype(tiny: Callable[[str], Tiny], scheme: str) -> None:
-    bed = tiny("qwen2.5-vl")
-    policy = bed.policy(scheme)
+    checkpoint = tiny("qwen2.5-vl")
+    policy = checkpoint.policy(scheme)
     theta = random_theta(policy)
     policy.freeze(theta)
     folded = dict(policy.folded())
@@ -519,7 +539,7 @@ def test_what_folds_is_codes_and_steps_in_the_stored_dtype(tiny: Callable[[str],
         for name in LINEARS:
             piece, weight = folded[block.path(name)], block.child(name).weight
             assert piece.codes.dtype == torch.int8  # type: ignore[union-attr]
-            assert piece.step.dtype == torch.bfloat16  # type: ignore[union-attr]
+            assert piece.scale.dtype == torch.bfloat16  # type: ignore[union-attr]
             assert (int(piece.codes.min()), int(piece.codes.max())) == (-8, 7)  # type: ignore[union-attr]
             out = log_scales_out(theta, block, name)
             expected = oracles.smoothed_weight(
@@ -540,19 +560,19 @@ def test_what_folds_is_codes_and_steps_in_the_stored_dtype(tiny: Callable[[str],
 
 
 def test_without_ratios_and_smoothing_theta_is_plain_rounding(tiny: Callable[[str], Tiny]) -> None:
-    bed = tiny("qwen2.5-vl")
-    policy = exact_policy(bed, Scheme(4, 16))
+    checkpoint = tiny("qwen2.5-vl")
+    policy = exact_policy(checkpoint, Scheme(4, 16))
     policy.freeze(Theta.rtn(policy.structure.blocks, policy.scheme))
     folded = dict(policy.folded())
     for block in policy.structure.blocks:
         for name in LINEARS:
             weight = block.child(name).weight.numpy()  # type: ignore[operator]
-            step = oracles.row_step(weight, np.ones((len(weight), 1)), 4)
+            step = oracles.row_scale(weight, np.ones((len(weight), 1)), 4)
             piece, rounded = folded[block.path(name)], oracles.rounding(weight, step, 4)
             clear = np.abs(rounded.residual) < 0.5 - 1e-5  # stored weights have few bits, so that exact ties occur
             assert clear.mean() > 0.99
             np.testing.assert_array_equal(piece.codes.numpy()[clear], rounded.code[clear])  # type: ignore[union-attr]
-            np.testing.assert_allclose(piece.step, step, rtol=1e-6)  # type: ignore[union-attr]
+            np.testing.assert_allclose(piece.scale, step, rtol=1e-6)  # type: ignore[union-attr]
 
 
 def test_a_scheme_names_its_groups_in_the_ratios(tiny: Callable[[str], Tiny]) -> None:

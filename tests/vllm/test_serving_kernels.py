@@ -1,4 +1,4 @@
-"""The kernels that only serving uses, on the GPU where one is, else in Triton's interpreter."""
+"""The kernels of serving, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ pytest.importorskip("triton")
 CHECKS = Path(__file__).with_name("serving_kernel_checks.py")
 
 if torch.cuda.is_available():
-    pytest.register_assert_rewrite("kernel_checks", "serving_kernel_checks")
+    pytest.register_assert_rewrite("kernel_support", "serving_kernel_checks")
     from serving_kernel_checks import *  # noqa: F403
 else:
 
+    @pytest.mark.slow
     def test_serving_kernels_agree_with_their_twins_in_tritons_interpreter() -> None:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(CHECKS)]
         environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -47,6 +47,7 @@ def call(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
 
 
+@pytest.mark.slow
 def test_a_name_stands_for_a_model_wherever_one_can_be_given(zoo: Path, tmp_path: Path) -> None:
     before = contents(zoo)
     assert catalog.locate(NAME) == zoo
@@ -75,7 +76,7 @@ def test_the_derived_folder_holds_the_rescaled_model_and_is_written_once(zoo: Pa
     assert not (folder / "outliers.json").exists()
 
 
-def test_folders_in_the_cache_can_be_read_by_whom_the_user_lets(zoo: Path) -> None:
+def test_folders_in_the_cache_follow_the_umask(zoo: Path) -> None:
     mask = os.umask(0o022)
     try:
         folder = catalog.locate(SPIKED)
@@ -101,7 +102,9 @@ def test_another_model_or_other_outliers_are_derived_anew(changed: str, zoo: Pat
     assert (other / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("damage", ["truncated weights", "no config", "broken JSON", "a file in its place"])
+@pytest.mark.parametrize(
+    "damage", ["truncated weights", "no config", "no tokenizer", "broken JSON", "a file in its place"]
+)
 def test_a_damaged_folder_in_the_cache_is_derived_again(damage: str, zoo: Path, tmp_path: Path) -> None:
     folder = catalog.locate(SPIKED)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -109,6 +112,8 @@ def test_a_damaged_folder_in_the_cache_is_derived_again(damage: str, zoo: Path, 
         os.truncate(folder / "model.safetensors", 1000)
     elif damage == "no config":
         (folder / "config.json").unlink()
+    elif damage == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
     elif damage == "broken JSON":
         (folder / "tokenizer_config.json").write_text("{")
     else:
@@ -120,6 +125,7 @@ def test_a_damaged_folder_in_the_cache_is_derived_again(damage: str, zoo: Path, 
     assert list((tmp_path / "cache").iterdir()) == [folder]
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_both_get_the_whole_model(zoo: Path, tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
@@ -160,7 +166,7 @@ def test_nothing_is_ever_written_into_a_folder_of_the_final_name(zoo: Path, tmp_
     assert all(path.parts[0].startswith(catalog.PARTIAL) for path in cached)
 
 
-def test_whoever_comes_second_uses_what_the_first_one_left(
+def test_a_second_process_uses_the_folder_of_the_first(
     zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from onptq.zoo import outliers
@@ -200,7 +206,7 @@ def test_a_half_written_folder_is_never_used(zoo: Path, tmp_path: Path, monkeypa
     assert running.exists()
 
 
-def test_a_cache_that_cannot_be_written_is_an_error_that_says_how_to_move_it(
+def test_an_error_of_a_read_only_cache_names_the_variable_that_moves_it(
     zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -251,7 +257,7 @@ def test_a_model_that_is_not_here_is_an_error_and_listed_as_such(zoo: Path) -> N
     assert not catalog.describe(SPIKED).available
 
 
-def test_the_list_says_what_there_is_and_derives_nothing(zoo: Path, tmp_path: Path) -> None:
+def test_the_list_has_every_model_and_derives_none(zoo: Path, tmp_path: Path) -> None:
     result = call("zoo", "list", "--json")
     assert result.exit_code == 0
     listed = {record["name"]: record for record in json.loads(result.stdout)}
@@ -322,7 +328,7 @@ def test_a_broken_export_does_not_look_like_a_checkpoint(
     assert not (tmp_path / "exported" / "config.json").exists()
 
 
-def test_the_catalog_is_light_and_only_asked_for_its_own_names(small: Path) -> None:
+def test_the_catalog_is_imported_only_for_its_own_names(small: Path) -> None:
     light = (
         "import sys, onptq.zoo.catalog; print(*(name for name in sys.modules if name.startswith(('onptq', 'torch'))))"
     )

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from onptq.data.manifest import load_manifest
 from onptq.errors import OnPTQError
-from onptq.models import FAMILIES, family_of
+from onptq.models import family_of
 from onptq.models.processing import ModelInputs, PromptProcessor
+from onptq.registry import FAMILIES
 from onptq.zoo.random import write_random
 
 
@@ -91,7 +92,7 @@ def test_rounding_to_four_bits_changes_some_decisions_but_not_most(family: str, 
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)
-def test_what_the_pictures_and_sounds_show_reaches_the_logits(family: str, tiny: Callable[[str], Tiny]) -> None:
+def test_images_and_audio_change_the_logits(family: str, tiny: Callable[[str], Tiny]) -> None:
     folder = tiny(family).folder
     model, prompts = load(folder), inputs_of(folder)
     for name in ("pixel_values", "input_features"):
@@ -113,7 +114,7 @@ def test_the_same_seed_writes_the_same_bytes_and_another_seed_others(family: str
     assert first["tokenizer.json"] == other["tokenizer.json"]
 
 
-def test_pictures_differ_in_size_and_some_prompts_have_two(tiny: Callable[[str], Tiny]) -> None:
+def test_images_differ_in_size_and_some_prompts_have_two(tiny: Callable[[str], Tiny]) -> None:
     grids = [inputs.tensors.get("image_grid_thw") for inputs in inputs_of(tiny("qwen2.5-vl").folder)]
     assert {len(grid) for grid in grids if grid is not None} == {1, 2}
     assert any(grid is None for grid in grids)
@@ -157,7 +158,7 @@ def test_two_tokens_can_end_a_response(family: str, tiny: Callable[[str], Tiny])
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"family": "gpt"}, "unknown family 'gpt': expected one of qwen2.5-vl"),
+        ({"family": "gpt"}, "no random model of 'gpt' can be written: expected one of qwen2.5-vl"),
         ({"hidden": 250}, "hidden 250"),
         ({"kv_heads": 3}, "3 KV heads"),
         ({"vocab": 200}, "vocab 200: expected at least 263"),
@@ -166,6 +167,7 @@ def test_two_tokens_can_end_a_response(family: str, tiny: Callable[[str], Tiny])
 def test_impossible_requests_are_refused_before_anything_is_written(
     options: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
+    request: dict[str, Any] = {"family": "qwen2", "folder": tmp_path / "new"} | options
     with pytest.raises(OnPTQError, match=complaint):
-        write_random(**{"family": "qwen2", "folder": tmp_path / "new"} | options)
+        write_random(**request)
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""Recorded speech and described images: found where packages put them, asked about fairly, skipped when not there."""
+"""Recorded speech and described images: read from installed packages, made into fair items, left out where absent."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ def options(item):
         ("3D audio", ""),
     ],
 )
-def test_transcripts_become_the_words_that_are_said(transcript, words):
+def test_transcripts_become_the_spoken_words(transcript, words):
     assert normalise(transcript) == words
 
 
-def test_speech_is_what_has_words_a_file_and_at_most_four_seconds(audio):
-    found = recorded_speech(audio)
-    assert found.missing is None
-    assert {path.relative_to(audio).as_posix(): words for path, words in found.items} == {
+def test_speech_needs_words_a_file_and_at_most_four_seconds(audio):
+    material = recorded_speech(audio)
+    assert material.missing is None
+    assert {path.relative_to(audio).as_posix(): words for path, words in material.items} == {
         "activated.wav": "activated",
         "call-fwd-on-busy.wav": "call forward on busy",
         "digits/4.wav": "four",
@@ -143,21 +143,21 @@ def test_without_packages_the_message_names_them(tmp_path):
 
 def test_without_a_resampler_telephone_speech_is_left_out(audio, monkeypatch):
     monkeypatch.setattr(real, "find_spec", lambda name: None)
-    found = recorded_speech(audio)
-    assert not found.items
-    assert "soxr" in str(found.missing)
+    material = recorded_speech(audio)
+    assert not material.items
+    assert "soxr" in str(material.missing)
     for name, seconds in SECONDS.items():
         play(audio / f"{name}.wav", seconds, real.RATE)
     assert len(recorded_speech(audio).items) == 5
 
 
-def test_a_broken_sound_is_named(audio):
+def test_a_broken_audio_file_is_named(audio):
     (audio / "activated.wav").write_bytes(b"RIFF")
     with pytest.raises(OnPTQError, match=r"activated\.wav cannot be read"):
         recorded_speech(audio)
 
 
-def test_a_sound_is_asked_for_word_by_word(audio):
+def test_a_transcript_is_graded_word_by_word(audio):
     items = speech_items(recorded_speech(audio))
     check_items(items)
     item = next(item for item in items if item.id.endswith("vm-next"))
@@ -168,17 +168,17 @@ def test_a_sound_is_asked_for_word_by_word(audio):
     assert (missed.points, missed.total) == (2, 8)
 
 
-def test_a_model_hears_telephone_speech_at_its_own_rate(audio, tiny):
+def test_telephone_speech_is_resampled_for_the_model(audio, tiny):
     item = next(item for item in speech_items(recorded_speech(audio)) if item.id.endswith("vm-next"))
     assert len(read_audio(item.prompt.audios[0].read(), "vm-next", real.RATE)) == 4 * real.RATE
     inputs = tiny("qwen2.5-omni").processor(item.prompt)
     assert int((inputs.modality == AUDIO).sum()) == 4 * 25  # tokens a second
 
 
-def test_pictures_are_those_with_a_short_description(stamps):
-    found = described_images(stamps)
-    assert found.missing is None
-    assert {path.relative_to(stamps).with_suffix("").as_posix(): words for path, words in found.items} == {
+def test_images_are_those_with_a_short_description(stamps):
+    material = described_images(stamps)
+    assert material.missing is None
+    assert {path.relative_to(stamps).with_suffix("").as_posix(): words for path, words in material.items} == {
         "animals/frog": "A frog",
         "animals/frog-2": "A green frog",
         "food/apple": "A “Fuji” apple",
@@ -229,7 +229,7 @@ def test_too_few_descriptions_to_choose_from_are_refused(stamps):
         image_items(few, 112)
 
 
-def test_pictures_stand_whole_on_a_white_square(stamps):
+def test_images_stand_whole_on_a_white_square(stamps):
     item = image_items(described_images(stamps), 112)[0]
     image = Image.open(io.BytesIO(item.prompt.images[0].read()))
     assert (image.size, image.mode) == ((112, 112), "RGB")
@@ -238,7 +238,7 @@ def test_pictures_stand_whole_on_a_white_square(stamps):
     assert image.getpixel((20, 5)) == (255, 255, 255)  # above the image
 
 
-def test_the_same_seed_asks_the_same_and_another_seed_something_else(stamps):
+def test_the_same_seed_draws_the_same_items_and_another_seed_others(stamps):
     material = described_images(stamps)
 
     def questions(seed, count=3):
@@ -250,16 +250,16 @@ def test_the_same_seed_asks_the_same_and_another_seed_something_else(stamps):
     assert len(questions(0, 99)) == 5
 
 
-def test_a_family_without_pictures_of_its_own_size_is_refused():
+def test_a_family_without_images_of_its_own_size_is_refused():
     with pytest.raises(OnPTQError, match=r"expected one of qwen2\.5-vl"):
         real_items("llama")
 
 
-def test_installed_speech_can_be_asked_about():
-    found = recorded_speech()
-    if found.missing:
-        pytest.skip(found.missing)
-    items = speech_items(found)
+def test_items_are_made_of_installed_speech():
+    material = recorded_speech()
+    if material.missing:
+        pytest.skip(material.missing)
+    items = speech_items(material)
     check_items(items)
     assert len(items) > 400
     by_name = {item.id.rpartition("/")[2]: item for item in items}
@@ -268,22 +268,33 @@ def test_installed_speech_can_be_asked_about():
     assert 0.2 < min(lengths) < max(lengths) <= real.SECONDS
 
 
-def test_installed_pictures_can_be_asked_about():
-    found = described_images()
-    if found.missing:
-        pytest.skip(found.missing)
-    assert len(found.items) > 600
-    items = image_items(found, 128, count=40)
+def test_items_are_made_of_installed_images():
+    material = described_images()
+    if material.missing:
+        pytest.skip(material.missing)
+    assert len(material.items) > 600
+    items = image_items(material, 128, count=40)
     check_items(items)
     assert {item.reference for item in items} == set("ABCD")
-    described = {description for _, description in found.items}
+    described = {description for _, description in material.items}
     assert all(set(options(item).values()) <= described for item in items)
     assert all(Image.open(io.BytesIO(item.prompt.images[0].read())).size == (128, 128) for item in items)
 
 
-def test_what_is_installed_is_counted_and_what_is_not_is_said():
-    items, missing = real_items("qwen2.5-omni", count=2)
-    assert len(items) == 2 * (2 - len(missing))
-    seen, unseen = real_items("qwen3-vl", count=2)
-    assert {item.task for item in seen} <= {"described pictures"}
-    assert len(seen) == 2 * (1 - len(unseen))
+def test_all_installed_material_is_used_and_the_rest_is_named(audio, stamps, monkeypatch):
+    monkeypatch.setattr(real, "AUDIO", audio)
+    monkeypatch.setattr(real, "TRANSCRIPTS", audio / "nowhere.txt")
+    monkeypatch.setattr(real, "STAMPS", stamps)
+    chosen, missing = real_items("qwen2.5-omni", count=2)
+    assert [item.task for item in chosen] == ["described pictures"] * 2
+    assert [message for message in missing if "asterisk-core-sounds-en with" in message] == missing != []
+    monkeypatch.setattr(real, "TRANSCRIPTS", audio / "core-sounds-en.txt")
+    chosen, missing = real_items("qwen2.5-omni", count=2)
+    assert [item.task for item in chosen] == ["described pictures"] * 2 + ["recorded speech"] * 2
+    assert missing == []
+    chosen, missing = real_items("qwen3-vl", count=2)  # a family without audio
+    assert ([item.task for item in chosen], missing) == (["described pictures"] * 2, [])
+    monkeypatch.setattr(real, "STAMPS", stamps / "nowhere")
+    chosen, missing = real_items("qwen3-vl")
+    assert (chosen, len(missing)) == ([], 1)
+    assert "tuxpaint-stamps-default" in missing[0]

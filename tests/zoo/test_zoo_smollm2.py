@@ -166,6 +166,7 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
         smollm2.find_gguf()
 
 
+@pytest.mark.slow
 @needs_smollm2
 def test_the_real_model_is_named_and_answers(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

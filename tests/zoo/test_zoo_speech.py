@@ -59,7 +59,7 @@ def test_speech_has_the_recorded_bytes() -> None:
 
 
 @pytest.mark.parametrize("variant", ["m1", "f2", "klatt", "sandro"])  # flutter, breath, another synthesizer, noise
-def test_speech_does_not_depend_on_what_was_said_before(variant: str) -> None:
+def test_speech_does_not_depend_on_earlier_speech(variant: str) -> None:
     utterance = Utterance(SENTENCE, Voice("en-us", variant, 170, 50, 50))
     alone = fingerprint(utterance)
     for other in utterances(5):
@@ -67,7 +67,7 @@ def test_speech_does_not_depend_on_what_was_said_before(variant: str) -> None:
         assert fingerprint(utterance) == alone
 
 
-def test_every_voice_sounds_the_same_in_a_fresh_process_in_any_order() -> None:
+def test_every_voice_is_the_same_in_a_fresh_process_in_any_order() -> None:
     rng = Random(3)
     voices = [(rng.choice(ACCENTS), variant, 180, 45, 60) for variant in (*TRAIN_VARIANTS, *OTHER_VARIANTS)]
     code = (
@@ -76,11 +76,11 @@ def test_every_voice_sounds_the_same_in_a_fresh_process_in_any_order() -> None:
         f"for voice in {voices[::-1]!r}:\n"
         f"    print(sha256(to_wav(speak(Utterance({SENTENCE!r}, Voice(*voice))))).hexdigest())\n"
     )
-    heard = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert heard[::-1] == [fingerprint(Utterance(SENTENCE, Voice(*voice))) for voice in voices]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert result[::-1] == [fingerprint(Utterance(SENTENCE, Voice(*voice))) for voice in voices]
 
 
-def test_sounds_are_speech_of_equal_loudness_between_short_silences() -> None:
+def test_audio_is_speech_of_equal_loudness_between_short_silences() -> None:
     for utterance in utterances(12, "test"):
         samples = speak(utterance).astype(np.int32)
         assert abs(np.abs(samples).max() - PEAK) <= 1
@@ -104,15 +104,15 @@ def test_wav_files_are_read_back_unchanged() -> None:
 
 def test_speakers_of_training_are_apart_from_the_others() -> None:
     rng = Random(0)
-    heard = {split: {sample_voice(rng, split).variant for _ in range(800)} for split in SPLITS}
-    assert heard["train"] == set(TRAIN_VARIANTS)
-    assert heard["test"] == heard["calibration"] == heard["held-out"] == set(OTHER_VARIANTS)
-    assert not heard["train"] & heard["test"]
-    assert len(heard["train"]) >= 25
-    assert len(heard["test"]) >= 6
+    result = {split: {sample_voice(rng, split).variant for _ in range(800)} for split in SPLITS}
+    assert result["train"] == set(TRAIN_VARIANTS)
+    assert result["test"] == result["calibration"] == result["held-out"] == set(OTHER_VARIANTS)
+    assert not result["train"] & result["test"]
+    assert len(result["train"]) >= 25
+    assert len(result["test"]) >= 6
 
 
-def test_other_speakers_sound_unlike_every_training_speaker() -> None:
+def test_other_speakers_are_unlike_every_training_speaker() -> None:
     def features(variant: str) -> torch.Tensor:
         samples = speak(Utterance(SENTENCE, Voice("en-us", variant, 160, 50, 50)))
         mel = log_mel(torch.from_numpy(samples)[None] / 32768)
@@ -200,7 +200,7 @@ def test_a_library_that_someone_else_uses_is_not_shared() -> None:
         "except OnPTQError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "already in use" in done.stdout
+    assert "already loaded in this process" in done.stdout
 
 
 def test_features_equal_those_of_the_whisper_extractor() -> None:
@@ -211,7 +211,8 @@ def test_features_equal_those_of_the_whisper_extractor() -> None:
     click = np.zeros(4150, np.float32)
     click[-25:] = 0.9  # the loudest frame is the one after the audio
     extractor = WhisperFeatureExtractor(feature_size=128)
-    for recordings in ([*spoken, cut, click, np.zeros(500, np.float32)], [cut], [click]):
+    batches: list[list[np.ndarray]] = [[*spoken, cut, click, np.zeros(500, np.float32)], [cut], [click]]
+    for recordings in batches:
         expected = extractor(
             recordings, sampling_rate=RATE, padding="max_length", return_attention_mask=True, return_tensors="pt"
         )

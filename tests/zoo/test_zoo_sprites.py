@@ -1,4 +1,4 @@
-"""Sprites: the same bytes everywhere, painted in order, from an atlas whose cells can be told apart."""
+"""Sprites: the same bytes everywhere, painted in order, from an atlas with distinct cells."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_largest_sprite_that_begins_at_a_pixel_centre_is_whole(side: int) ->
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_a_batch_with_empty_slots_equals_its_pictures(side: int) -> None:
+def test_a_batch_with_empty_slots_equals_its_images(side: int) -> None:
     drawings = [random_drawing(seed, count) for seed, count in ((10, 0), (11, 5), (12, 16))]
     packed = torch.from_numpy(np.stack([pack(drawing.sprites, 16) for drawing in drawings]))
     background = torch.tensor([drawing.background for drawing in drawings], dtype=torch.uint8)
@@ -143,7 +143,7 @@ def test_the_same_bytes_as_ever(side: int, digest: str) -> None:
 
 
 def test_render_decides_nothing_by_its_data() -> None:
-    """Tensors without data stand for a device that must not be waited for."""
+    """Checked with tensors that have no data."""
     packed = torch.from_numpy(pack(fixed_drawing().sprites, 24))[None].to("meta")
     assert render(packed, torch.zeros(1, 3, dtype=torch.uint8, device="meta"), 112).shape == (1, 112, 112, 3)
 
@@ -240,11 +240,11 @@ def test_more_sprites_than_slots_are_refused() -> None:
 
 
 def test_unknown_names_and_sides_are_refused_with_the_valid_ones() -> None:
-    with pytest.raises(OnPTQError, match=r"no shape is called 'cat'; expected one of: circle, .*, plate"):
+    with pytest.raises(OnPTQError, match=r"unknown shape 'cat': expected one of circle, .*, plate"):
         shape_cell("cat")
-    with pytest.raises(OnPTQError, match="no glyph for 'O'; expected one of ABCDEFGH"):
+    with pytest.raises(OnPTQError, match="no glyph for 'O': expected one of ABCDEFGH"):
         glyph_cell(0, "O")
-    with pytest.raises(OnPTQError, match="there is no font 12; expected 0 to 11"):
+    with pytest.raises(OnPTQError, match="unknown font 12: expected 0 to 11"):
         glyph_cell(FONTS, "A")
     with pytest.raises(OnPTQError, match=r"100 pixels a side; expected one of .*112, 128"):
         draw(fixed_drawing(), 100)

@@ -1,10 +1,11 @@
-"""The embedded tasks: the same to the byte everywhere, disjoint, answered rightly, and graded by what is in the image."""
+"""The embedded tasks: the same to the byte everywhere, disjoint, with right references, graded by the image."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from random import Random
@@ -13,11 +14,20 @@ import pytest
 from PIL import Image
 
 from onptq.errors import OnPTQError
-from onptq.evaluate.items import exact
+from onptq.evaluate.tasks import exact
 from onptq.zoo import questions
 from onptq.zoo.claims import Claim, claims, grade_caption, holds
 from onptq.zoo.language import COLOR_WORDS, GROUND_WORDS, SHAPE_WORDS, tell
-from onptq.zoo.questions import UNANSWERABLE, ask_choice, ask_read, ask_short, choice_scene, read_scene, short_scene
+from onptq.zoo.questions import (
+    UNANSWERABLE,
+    Question,
+    ask_choice,
+    ask_read,
+    ask_short,
+    choice_scene,
+    read_scene,
+    short_scene,
+)
 from onptq.zoo.scenes import COLORS, GROUNDS, SHARES, Scene, Sign, Thing, draw_scene, in_split, sample_scene, sign_words
 from onptq.zoo.splits import SPLITS
 from onptq.zoo.sprites import SHAPES, pack
@@ -40,12 +50,12 @@ DIGESTS = {
 
 
 def digest(family: str, task: str, split: str = "test", count: int = 8) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for item in items(family, task, split, count):
-        found.update(repr((item.id, item.prompt.messages, item.reference, item.kind)).encode())
+        digest.update(repr((item.id, item.prompt.messages, item.reference, item.kind)).encode())
         for image in item.prompt.images:  # its pixels: how a PNG is packed depends on the zlib that Pillow brings
-            found.update(Image.open(io.BytesIO(image.read())).tobytes())
-    return found.hexdigest()[:16]
+            digest.update(Image.open(io.BytesIO(image.read())).tobytes())
+    return digest.hexdigest()[:16]
 
 
 @pytest.mark.parametrize(("family", "task"), [(f, t) for f in ("qwen2.5-vl", "qwen3-vl") for t in DRAWN])
@@ -68,7 +78,7 @@ def test_no_scene_is_in_two_splits():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_split_makes_scenes_of_its_own(split):
+def test_every_split_has_scenes_of_its_own(split):
     assert all(in_split(repr(choice_scene(Random(seed), split)), split) for seed in range(20))
 
 
@@ -81,7 +91,7 @@ def test_unknown_names_are_refused_with_the_valid_ones():
         tasks_of("llama")
 
 
-def test_only_the_family_that_hears_is_given_sounds():
+def test_only_families_with_audio_get_spoken_tasks():
     assert "listen" not in tasks_of("qwen2.5-vl")
     assert {"listen", "speech"} <= set(tasks_of("qwen2.5-omni"))
 
@@ -91,14 +101,29 @@ def test_closed_choice_has_two_thousand_test_items():
     assert TASKS["listen"].test_items >= 2000
 
 
-def test_calibration_prompts_ask_for_captions_with_a_picture():
-    asked = prompts("qwen2.5-vl", "calibration", 5)
-    assert [prompt.ordinal for prompt in asked] == list(range(5))
-    assert all(len(prompt.images) == 1 for prompt in asked)
-    assert len({prompt.images[0].sha256 for prompt in asked}) == 5
+def test_prompts_are_of_all_tasks_in_turn():
+    drawn = prompts("qwen2.5-vl", "calibration", 6)
+    assert [prompt.ordinal for prompt in drawn] == list(range(6))
+    tasks = ["choice", "read", "answer", "caption"]
+    assert [prompt.id for prompt in drawn] == [
+        *(f"{task}/calibration/0" for task in tasks),
+        *(f"{task}/calibration/1" for task in tasks[:2]),
+    ]
+    assert len({prompt.images[0].sha256 for prompt in drawn}) == 6
 
 
-def test_what_is_drawn_fits_into_the_slots_of_training():
+def test_prompts_that_ask_for_captions_are_written_and_spoken_in_turn():
+    drawn = prompts("qwen2.5-vl", "calibration", 3, "captions")
+    assert [prompt.id for prompt in drawn] == [f"caption/calibration/{n}" for n in range(3)]
+    pytest.importorskip("espeakng_loader")
+    drawn = prompts("qwen2.5-omni", "held-out", 3, "captions")
+    assert [prompt.id for prompt in drawn] == [
+        "caption/held-out/0", "spoken caption/held-out/0", "caption/held-out/1",
+    ]  # fmt: skip
+    assert [len(prompt.audios) for prompt in drawn] == [0, 1, 0]
+
+
+def test_every_image_fits_into_the_sprite_slots_of_training():
     rng = Random(0)
     drawings = [lesson.drawing for lesson in (make_lesson(rng, SEEN) for _ in range(400)) if lesson.drawing]
     assert max(len(drawing.sprites) for drawing in drawings) <= SLOTS
@@ -127,8 +152,13 @@ def find(scene: Scene, name: str) -> list[Thing]:
     return [thing for thing in scene.things if (thing.color, thing.shape) == (color, shape)]
 
 
-def asked(kind: str, count: int = 40):
-    """Scenes with a question of the kind, however long it takes to meet them."""
+def groups(match: re.Match[str] | None) -> tuple[str, ...]:
+    assert match is not None
+    return match.groups()
+
+
+def questions_of(kind: str, count: int = 40) -> Iterator[tuple[Scene, Question]]:
+    """Scenes with a question of the kind."""
     stream = (
         (scene, ask_choice(scene, Random(seed)))
         for seed in range(20_000)
@@ -138,25 +168,28 @@ def asked(kind: str, count: int = 40):
 
 
 def test_beside_names_the_neighbour():
-    for scene, question in asked("beside"):
-        word, start = re.match(r"What is directly (.+?) the (\w+ \w+)\?", question.text).groups()
+    for scene, question in questions_of("beside"):
+        word, start = groups(re.match(r"What is directly (.+?) the (\w+ \w+)\?", question.text))
         (other,) = find(scene, start)
         right, wrong = right_option(question)
         step = STEPS[word]
         there = scene.at(other.row + step[0], other.col + step[1])
+        assert there is not None
         assert f"{there.color} {there.shape}" == right
         assert right not in wrong
 
 
 def test_hops_end_where_the_colour_is_asked():
     lengths = set()
-    for scene, question in asked("hop", 60):
-        start = re.match(r"Start at the (\w+ \w+)\. Go to what is ", question.text)[1]
+    for scene, question in questions_of("hop", 60):
+        (start,) = groups(re.match(r"Start at the (\w+ \w+)\. Go to what is ", question.text))
         words = re.findall(r"(left of|right of|above|below) (?:it|that)", question.text)
         lengths.add(len(words))
         (thing,) = find(scene, start)
         for word in words:
-            thing = scene.at(thing.row + STEPS[word][0], thing.col + STEPS[word][1])
+            reached = scene.at(thing.row + STEPS[word][0], thing.col + STEPS[word][1])
+            assert reached is not None
+            thing = reached
         assert thing.color == right_option(question)[0]
     assert lengths == {2, 3}
 
@@ -167,8 +200,8 @@ def side(a: Thing, word: str, b: Thing) -> bool:
 
 def test_counting_counts():
     places = set()
-    for scene, question in asked("count", 80):
-        what, where = re.match(r"How many (.+) are (.+)\?", question.text).groups()
+    for scene, question in questions_of("count", 80):
+        what, where = groups(re.match(r"How many (.+) are (.+)\?", question.text))
         counted = list(scene.things)
         if " the " in where:
             word, mark = where.split(" the ")
@@ -187,11 +220,11 @@ def test_counting_counts():
 
 
 def test_exactly_one_statement_is_true():
-    for scene, question in asked("true"):
+    for scene, question in questions_of("true"):
         right, wrong = right_option(question)
 
         def truth(statement: str, scene: Scene = scene) -> bool:
-            a, word, b = re.match(r"(\w+ \w+) (left of|right of|above|below) (\w+ \w+)", statement).groups()
+            a, word, b = groups(re.match(r"(\w+ \w+) (left of|right of|above|below) (\w+ \w+)", statement))
             (one,), (other,) = find(scene, a), find(scene, b)
             return side(one, word, other)
 
@@ -200,17 +233,18 @@ def test_exactly_one_statement_is_true():
 
 
 def test_most_frequent_colour_and_same_colour_and_sum():
-    for scene, question in asked("most"):
+    for scene, question in questions_of("most"):
         colors = [thing.color for thing in scene.things]
         right, wrong = right_option(question)
         assert all(colors.count(right) > colors.count(color) for color in wrong)
-    for scene, question in asked("same"):
-        (thing,) = scene.find(shape=re.search(r"color as the (\w+)", question.text)[1])
+    for scene, question in questions_of("same"):
+        (named,) = groups(re.search(r"color as the (\w+)", question.text))
+        (thing,) = scene.find(shape=named)
         right, wrong = right_option(question)
         shared = {one.shape for one in scene.find(color=thing.color)}
         assert right in shared
         assert not shared & set(wrong)
-    for scene, question in asked("sum", 10):
+    for scene, question in questions_of("sum", 10):
         assert int(right_option(question)[0]) == sum(int(sign.text) for sign in scene.signs)
 
 
@@ -222,7 +256,7 @@ def test_letters_of_right_options_are_spread_evenly():
 def test_a_question_without_one_answer_is_unanswerable():
     star = Thing("red", "star", True, 0, 0)
     twins = Scene((star, replace(star, col=1, color="blue")), (), "white")
-    answers = {}
+    answers: dict[str, str] = {}
     for seed in range(2000):
         question = ask_short(twins, Random(seed))
         answers.setdefault(question.text, question.answer)
@@ -253,7 +287,7 @@ def test_signs_are_words_and_strings_of_legible_letters():
     assert not any(set(word) & set("IO01") for word in sign_words())
 
 
-def test_a_told_caption_claims_only_what_is_there():
+def test_every_claim_of_a_drawn_caption_is_true():
     for seed in range(400):
         rng = Random(seed)
         scene = questions.caption_scene(rng, "train")
@@ -261,7 +295,7 @@ def test_a_told_caption_claims_only_what_is_there():
         assert grade.points == grade.total
 
 
-def test_the_claims_of_a_caption_fail_on_another_picture():
+def test_the_claims_of_a_caption_fail_on_another_image():
     right = total = 0.0
     for seed in range(200):
         rng = Random(seed)
@@ -293,10 +327,12 @@ SCENE = Scene(
         ("The sign says K7Q; the ground is soft pink; there are three things in all.", []),
         ("A label spells K7Z.", [Claim("sign", ("K7Z",))]),
         ("That makes four things.", [Claim("count", ("four",))]),
+        ("That makes two things.", [Claim("count", ("two",))]),
+        ("That makes three things.", []),
         ("The background is mint.", [Claim("ground", ("mint",))]),
     ],
 )
-def test_wrong_claims_are_found(caption, wrong):
+def test_wrong_claims_do_not_hold(caption, wrong):
     assert claims(caption)
     assert [claim for claim in claims(caption) if not holds(claim, SCENE)] == wrong
 
@@ -322,7 +358,7 @@ def test_tellings_of_one_scene_differ():
     assert len({text.split()[0] for text in captions}) >= 4
 
 
-def test_pictures_of_one_scene_differ_but_its_things_stay():
+def test_images_of_one_scene_differ_but_its_things_stay():
     one, other = (draw_scene(SCENE, Random(seed)) for seed in (1, 2))
     assert one != other
     assert [sprite.cell for sprite in one.sprites[:3]] == [sprite.cell for sprite in other.sprites[:3]]
@@ -337,5 +373,5 @@ def test_answers_are_compared_but_for_case_spaces_and_full_stop():
 def test_word_errors_are_counted_per_word_said():
     pytest.importorskip("jiwer")
     assert word_errors("call maria at ten", "call maria at ten").points == 0
-    found = word_errors("call maria at ten", "call anna ten now")
-    assert (found.points, found.total) == (3, 4)
+    grade = word_errors("call maria at ten", "call anna ten now")
+    assert (grade.points, grade.total) == (3, 4)

@@ -14,20 +14,23 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from typer.testing import CliRunner
 
 from onptq import load_policy
 from onptq.checkpoint.source import find_source
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 from onptq.evaluate.scores import TaskScore
-from onptq.models import FAMILIES
 from onptq.models.encoding import encode
 from onptq.models.processing import PromptProcessor
 from onptq.progress import Bar, QuietReporter
+from onptq.registry import FAMILIES
 from onptq.zoo.speech import Utterance, speak, to_wav
 from onptq.zoo.sprites import draw, to_png
 from onptq.zoo.voices import sample_voice
+from tools.zoo.commands import application
 from tools.zoo.lessons import MAKERS, SEEN, Lesson, make_lesson, sample_texts
+from tools.zoo.train.__main__ import main
 from tools.zoo.train.card import add_scores, write_card
 from tools.zoo.train.checkpoint import TOKENS, WORDS, ZOO, build_model, side, write_settings, write_weights
 from tools.zoo.train.collate import (
@@ -38,7 +41,6 @@ from tools.zoo.train.collate import (
     frames_of,
     make_audio,
     make_images,
-    train_tokenizer,
 )
 from tools.zoo.train.feed import Feed, Order
 from tools.zoo.train.forward import FRAMES, Forward, Rows, audio_tokens, position_ids
@@ -46,6 +48,7 @@ from tools.zoo.train.loop import Trainer, Training, train, translation
 from tools.zoo.train.mel import log_mel
 from tools.zoo.train.optimize import PATIENCE, Optimizer
 from tools.zoo.train.spoken import AudioBank, disguise, silence_after
+from tools.zoo.train.tokenizer import train_tokenizer
 
 OMNI = "qwen2.5-omni"
 SMALL: dict[str, Any] = {
@@ -125,13 +128,13 @@ def test_training_computes_what_transformers_computes(fresh: tuple[str, Path, An
     blank = torch.zeros(side(family), side(family), 3, dtype=torch.uint8)
     images = torch.stack([draw(one.drawing, side(family)) if one.drawing else blank for one in lessons])
     seen = torch.tensor([lesson.drawing is not None for lesson in lessons])
-    heard: tuple[Any, ...] = ()
+    changed: tuple[Any, ...] = ()
     if family == OMNI:
         padded = np.stack([np.pad(wave, (0, FRAMES * 160 - len(wave))) for wave in waves]) / 32768
-        heard = (silence_after(log_mel(torch.from_numpy(padded)), frames), frames)
+        changed = (silence_after(log_mel(torch.from_numpy(padded)), frames), frames)
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     with torch.no_grad():
-        trained = Forward(model, settings).logits(Rows(ids, seen, images, *heard))
+        trained = Forward(model, settings).logits(Rows(ids, seen, images, *changed))
         for index, lesson in enumerate(lessons):
             inputs = processor(prompt_of(lesson, family, index))
             length = len(rows[index][0])  # type: ignore[index]
@@ -208,7 +211,7 @@ def _split(ids: list[int], end: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ZOO)
-def test_batches_without_sound_serve_every_family(family: str, words: str, tmp_path: Path) -> None:
+def test_batches_without_audio_serve_every_family(family: str, words: str, tmp_path: Path) -> None:
     table = translation(write_settings(tmp_path, family, Tokenizer.from_str(words)))
     for lesson in lessons_of("qwen2.5-vl", 8):
         shared, own = layout_of(words, "qwen2.5-vl").row(lesson, LENGTH), layout_of(words, family).row(lesson, LENGTH)
@@ -217,7 +220,7 @@ def test_batches_without_sound_serve_every_family(family: str, words: str, tmp_p
         assert table[torch.tensor(shared[0])].tolist() == own[0]
 
 
-def test_more_answers_than_there_is_room_for_are_cut() -> None:
+def test_targets_beyond_the_limit_are_cut() -> None:
     ids, answers = np.arange(256, dtype=np.int16).reshape(2, 128), np.full((2, 128), 3, np.uint8)
     targets = find_targets(ids, answers, 128)
     assert len(targets["spots"]) == 128
@@ -225,7 +228,7 @@ def test_more_answers_than_there_is_room_for_are_cut() -> None:
     assert targets["spots"].tolist() == [*range(127), 128]  # the last of a row is followed by nothing
 
 
-def test_batches_do_not_depend_on_who_makes_them(words: str) -> None:
+def test_batches_do_not_depend_on_the_number_of_workers(words: str) -> None:
     order = Order(words, TOKENS["qwen2.5-vl"], seed=5, size=8, targets=128)
     with Feed(order, 0) as alone, Feed(order, 2) as together:
         for _ in range(3):
@@ -249,31 +252,39 @@ def test_spoken_lessons_come_back_from_the_bank_whole(words: str) -> None:
     for part in parts:
         bank.add(part)
     arrays, mel, frames = bank.draw(64, np.random.default_rng(0))
+    assert layout.audio is not None
     latest = [tuple(row) for part in parts[1:] for row in part["ids"].tolist()]
     drawn = [tuple(row) for row in arrays["ids"].tolist()]
     assert set(drawn) == set(latest)  # the first part has made room
     waves = np.concatenate([part["wave"] for part in parts[1:]])
     for row, features, count in zip(drawn, mel, frames, strict=True):
-        assert (np.array(row) == layout.audio[1]).sum() == int(audio_tokens(torch.tensor(count)))  # type: ignore[index]
+        assert row.count(layout.audio[1]) == int(audio_tokens(torch.tensor(count)))
         wave = torch.from_numpy(waves[latest.index(row)]).float()[None] / 32768
         torch.testing.assert_close(features[:, :count], log_mel(wave)[0, :, :count], atol=2e-3, rtol=0)
         assert not features[:, count:].any()
 
 
-def test_a_disguised_voice_still_says_the_same_at_the_same_time() -> None:
+def test_augmented_speech_keeps_its_timing_and_most_of_its_content() -> None:
     torch.manual_seed(0)
     mel, frames = torch.rand(8, 128, FRAMES), torch.tensor([400, 300, 200, 100, 50, 399, 1, 10])
     mel = silence_after(mel, frames)
-    heard = disguise(mel, frames)
-    assert torch.equal(heard, silence_after(heard, frames))
-    assert not torch.equal(heard[0], mel[0])
-    loudness = torch.corrcoef(torch.stack([mel[:3].mean(1).flatten(), heard[:3].mean(1).flatten()]))[0, 1]
+    changed = disguise(mel, frames)
+    assert torch.equal(changed, silence_after(changed, frames))
+    assert not torch.equal(changed[0], mel[0])
+    loudness = torch.corrcoef(torch.stack([mel[:3].mean(1).flatten(), changed[:3].mean(1).flatten()]))[0, 1]
     assert loudness > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3-vl", OMNI])
-def test_a_few_steps_teach_something_and_leave_a_checkpoint(family: str, tmp_path: Path) -> None:
-    speech = {"speakers": 0, "sounds": 16, "first_audio": 4, "spoken_share": 0.3, "late_warmup": 3}
+def test_a_few_steps_lower_the_loss_and_write_a_checkpoint(family: str, tmp_path: Path) -> None:
+    speech: dict[str, Any] = {
+        "speakers": 0,
+        "spoken_capacity": 16,
+        "first_audio": 4,
+        "spoken_share": 0.3,
+        "late_warmup": 3,
+    }
     settings = SMALL | {"steps": 24, "batch": 4, "log_every": 6}
     out = train(Training(family, **settings, **speech), tmp_path / "new")
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -291,6 +302,18 @@ def test_a_few_steps_teach_something_and_leave_a_checkpoint(family: str, tmp_pat
     assert encode(policy, [inputs])[0].length == inputs.length
     with pytest.raises(OnPTQError, match="is not empty"):
         train(Training(family, **settings), out)
+
+
+@pytest.mark.slow
+def test_the_command_trains_a_model_that_can_be_loaded(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    options = {"--steps": 2, "--batch": 2, "--workers": 0, "--device": "cpu"}
+    arguments = ["--family", "qwen2.5-vl", "--out", out, *(one for pair in options.items() for one in pair)]
+    result = CliRunner().invoke(application(main), [*map(str, arguments), "--no-compile", "--no-exam"])
+    assert result.exit_code == 0, result.output
+    assert "2 steps of 2 lessons" in (out / "README.md").read_text()
+    assert load_policy(out, "W16A16").structure.blocks
+    assert not (out / "outliers.json").exists()  # chosen with the exam
 
 
 def test_training_ends_soon_after_enough_was_learned(tmp_path: Path) -> None:
@@ -311,7 +334,7 @@ def test_enough_is_learned_when_every_loss_is_low(losses: dict[str, float], lear
 
 
 class Watcher(QuietReporter):
-    """Looks at what PyTorch may use while training runs."""
+    """Records whether cuDNN attention is allowed while training runs."""
 
     def __init__(self) -> None:
         self.cudnn: list[bool] = []
@@ -324,8 +347,9 @@ class Watcher(QuietReporter):
 
 
 def test_steps_with_infinite_gradients_are_left_out_and_counted(tmp_path: Path) -> None:
-    watcher, infinite = Watcher(), {"ctc": math.inf}  # the loss of every spoken step
-    speech = {"speakers": 0, "sounds": 4, "first_audio": 2, "spoken_share": 0.4}
+    watcher = Watcher()
+    infinite: dict[str, Any] = {"ctc": math.inf}  # the loss of every spoken step
+    speech: dict[str, Any] = {"speakers": 0, "spoken_capacity": 4, "first_audio": 2, "spoken_share": 0.4}
     training = Training(OMNI, **SMALL | {"steps": 8, "batch": 2, "log_every": 4}, **speech, **infinite)
     out = train(training, tmp_path / "new", watcher)
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -348,7 +372,7 @@ def test_steps_with_infinite_gradients_are_left_out_and_counted(tmp_path: Path) 
 
 def test_losses_that_are_not_finite_stay_out_of_the_log(words: str, tmp_path: Path) -> None:
     ids = write_settings(tmp_path, OMNI, Tokenizer.from_str(words))
-    training = Training(OMNI, **SMALL | {"batch": 2, "steps": 6}, sounds=4, first_audio=2, spoken_share=0.5)
+    training = Training(OMNI, **SMALL | {"batch": 2, "steps": 6}, spoken_capacity=4, first_audio=2, spoken_share=0.5)
     images = Feed(Order(words, TOKENS["qwen2.5-vl"], seed=0, size=2, targets=128), 0)
     trainer = Trainer(training, tmp_path, ids, images, Feed(Order(words, TOKENS[OMNI], 0, 2, None), 0))
     (bias,) = (one for name, one in trainer.model.named_parameters() if name.endswith("audio_tower.conv1.bias"))
@@ -393,12 +417,12 @@ def test_gradients_are_clipped_and_applied_as_torch_does_it() -> None:
         mine.step()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         theirs.step()
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
 
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan, 1e30])  # the square of the last is not a float32
-def test_a_step_that_is_not_finite_leaves_no_trace(poison: float) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(poison: float) -> None:
     model = two_layers()
     optimizer = Optimizer([model], 1e-2, 0.1, 1.0)
     twin = deepcopy(model)
@@ -407,7 +431,9 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poison: float) -> None:
         give_gradients(model, step)
         give_gradients(twin, step)
         if step in (0, 3):  # before there are moments, and after
-            model[1].bias.grad[2] = poison  # type: ignore[index]
+            gradient = model[1].get_parameter("bias").grad
+            assert gradient is not None
+            gradient[2] = poison
             before = [parameter.clone() for parameter in model.parameters()]
             optimizer.step()
             assert all(map(torch.equal, before, model.parameters()))
@@ -438,17 +464,18 @@ def test_many_steps_in_a_row_that_are_not_finite_end_the_training() -> None:
         optimizer.report()
 
 
-def test_what_comes_late_has_a_rate_of_its_own() -> None:
+def test_late_modules_have_a_learning_rate_of_their_own() -> None:
     model, late = two_layers(), torch.nn.Linear(4, 4)
     optimizer = Optimizer([model, late], 1e-2, 0.0, 1e9, late=[model[1], late])
     parts = [model[0], model[1], late]
-    before = [part.weight.clone() for part in parts]
+    weights = [part.get_parameter("weight") for part in parts]
+    before = [weight.clone() for weight in weights]
     for part in parts:
         give_gradients(part, 0)
     optimizer.set_rate(1e-2, 1e-4)
     optimizer.step()
-    for part, weight, rate in zip(parts, before, (1e-2, 1e-4, 1e-4), strict=True):
-        torch.testing.assert_close((part.weight - weight).abs(), torch.full_like(weight, rate), rtol=1e-2, atol=0)
+    for after, weight, rate in zip(weights, before, (1e-2, 1e-4, 1e-4), strict=True):
+        torch.testing.assert_close((after - weight).abs(), torch.full_like(weight, rate), rtol=1e-2, atol=0)
 
 
 def test_published_names_and_types_are_written(fresh: tuple[str, Path, Any]) -> None:
@@ -473,7 +500,7 @@ def test_published_names_and_types_are_written(fresh: tuple[str, Path, Any]) -> 
     assert not any(name.endswith("thinker.lm_head.weight") or name == "lm_head.weight" for name in names)
 
 
-def test_omni_without_a_voice_is_a_whole_checkpoint(words: str, tmp_path: Path) -> None:
+def test_omni_without_speech_output_is_a_whole_checkpoint(words: str, tmp_path: Path) -> None:
     import transformers
     from safetensors.torch import load_file
     from transformers.core_model_loading import revert_weight_conversion
@@ -485,7 +512,7 @@ def test_omni_without_a_voice_is_a_whole_checkpoint(words: str, tmp_path: Path) 
     assert all(name.startswith("thinker.") for name in stored)
 
 
-def test_other_pictures_are_brought_to_the_size_of_training(fresh: tuple[str, Path, Any]) -> None:
+def test_other_images_are_brought_to_the_size_of_training(fresh: tuple[str, Path, Any]) -> None:
     from PIL import Image
 
     family, folder, _ = fresh
@@ -512,7 +539,7 @@ def test_impossible_trainings_are_refused(options: dict[str, Any], complaint: st
         Training(**{"device": "cpu"} | options)
 
 
-def test_the_card_tells_how_it_was_trained_and_the_latest_scores(tmp_path: Path) -> None:
+def test_the_card_has_the_settings_of_the_training_and_the_latest_scores(tmp_path: Path) -> None:
     settings = {"minutes": 9.0, "steps": None, "batch": 512, "lr": 2e-3, "decay": 0.05, "seed": 0, "spoken_share": 0.2}
     stopped = settings | {"enough": {"choice": 0.16, "read": 0.2}, "settle": 600}
     ending = write_card(tmp_path, "qwen3-vl", stopped, 1, 1.0, "GPU", 1).read_text()

@@ -1,6 +1,6 @@
-"""Makes the atlas of sprite masks: `python -m tools.zoo.atlas` rewrites atlas.png in the package. Needs the fonts listed below.
+"""Draw the atlas of sprite masks: `python -m tools.zoo.atlas` writes atlas.png of the package. Needs the fonts below.
 
-Only glyphs drawn as images are shipped, never a font; every licence below allows that.
+The package has images of glyphs and no fonts, which every licence below allows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from onptq.zoo.sprites import CELL, CELLS, CHARACTERS, COLUMNS, PLATE, SHAPES, g
 
 FINE = 8  # subpixels a texel, each way
 CAPITALS = 22 * FINE  # height of a capital letter
-LARGEST_GLYPH = 23 * FINE  # what no glyph may exceed
+LARGEST_GLYPH = 23 * FINE  # largest width and height
 
-FONT_ROOT = Path("/usr/share/fonts")  # where Debian puts them
+FONT_ROOT = Path("/usr/share/fonts")  # of Debian
 VERA = "Bitstream Vera and Arev licence"
 OFL = "SIL Open Font License 1.1"
 
@@ -51,7 +51,7 @@ FACES = (
 
 
 class Pen:
-    """Draws into one cell; places are in texels, from 0 to 24."""
+    """A pen for one cell; coordinates are in texels, from 0 to 24."""
 
     def __init__(self) -> None:
         self.image = Image.new("L", (CELL * FINE, CELL * FINE))
@@ -61,7 +61,7 @@ class Pen:
         self._draw.polygon([(x * FINE, y * FINE) for x, y in corners], fill=ink)
 
     def box(self, left: float, top: float, right: float, bottom: float, ink: int = 255) -> None:
-        # PIL paints the last row and column too.
+        # PIL includes the last row and column.
         self._draw.rectangle((left * FINE, top * FINE, right * FINE - 1, bottom * FINE - 1), fill=ink)
 
     def oval(self, x: float, y: float, rx: float, ry: float, ink: int = 255) -> None:
@@ -184,7 +184,7 @@ def _average(fine: Image.Image) -> NDArray[np.uint8]:
 def _glyphs(face: Face) -> list[NDArray[np.uint8]]:
     path = FONT_ROOT / face.path
     if not path.exists():
-        raise OnPTQError(f"there is no font {path}; expected it from the Debian package {face.package}")
+        raise OnPTQError(f"no font {path}; expected it from the Debian package {face.package}")
     trial = ImageFont.truetype(path, 1000, layout_engine=ImageFont.Layout.BASIC)
     _, top, _, bottom = trial.getbbox("H")
     font = trial.font_variant(size=1000 * CAPITALS / (bottom - top))
@@ -192,7 +192,7 @@ def _glyphs(face: Face) -> list[NDArray[np.uint8]]:
 
 
 def _centre(font: ImageFont.FreeTypeFont, char: str) -> Image.Image:
-    """The glyph's ink in the middle of a cell; only what is too wide (W) or too tall (Q) for it is squeezed, that way."""
+    """The glyph in the middle of a cell; one that is too wide (W) or too tall (Q) is squeezed in that direction."""
     left, top, right, bottom = font.getbbox(char)
     ink = Image.new("L", (math.ceil(right - left), math.ceil(bottom - top)))
     ImageDraw.Draw(ink).text((-left, -top), char, fill=255, font=font)

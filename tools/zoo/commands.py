@@ -1,4 +1,4 @@
-"""Run a function as a command of the factory."""
+"""Run a function as a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onptq.errors import OnPTQError
 
 
 def application(main: Callable[..., None]) -> typer.Typer:
-    """A command line of the one command `main`."""
+    """A command line with `main` as its only command."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
     return app

@@ -16,8 +16,8 @@ from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import find_source
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer, Questions, answer
-from onptq.evaluate.items import Item
 from onptq.evaluate.scores import TaskScore, score
+from onptq.evaluate.tasks import Item
 from onptq.models.processing import PromptProcessor
 from onptq.progress import QuietReporter, Reporter, RichReporter
 from onptq.zoo.splits import SPLITS
@@ -33,7 +33,7 @@ class Report:
 
     tasks: dict[str, TaskScore]
     kinds: dict[str, dict[str, TaskScore]]
-    notes: tuple[str, ...] = ()  # what could not be asked
+    notes: tuple[str, ...] = ()  # about absent material
 
 
 def examine(
@@ -45,7 +45,8 @@ def examine(
     real: bool = False,
     reporter: Reporter | None = None,
 ) -> Report:
-    """Ask a dense model `count` items of every task, or the whole test split; `real`: images and speech not drawn by us."""
+    """Score a dense model on `count` items of every task, or the whole split; with `real`, on real images and
+    speech."""
     reporter = reporter or QuietReporter()
     source = find_source(model)
     family = source.family.name
@@ -94,7 +95,7 @@ def main(
     ] = None,
     split: Annotated[str, typer.Option(help=f"{', '.join(SPLITS[:-1])} or {SPLITS[-1]}.")] = "test",
     real: Annotated[
-        bool, typer.Option("--real", help="Recorded speech and described images instead, where they are installed.")
+        bool, typer.Option("--real", help="Score on recorded speech and described images instead, if installed.")
     ] = False,
     card: Annotated[
         bool, typer.Option("--card", help="Write the scores into the model card of the folder MODEL.")
@@ -103,9 +104,7 @@ def main(
 ) -> None:
     """Score the dense MODEL on the embedded tasks."""
     if card and not Path(model).is_dir():
-        raise OnPTQError(
-            f"--card writes into a folder, and {model!r} is none here; expected the folder of a trained model"
-        )
+        raise OnPTQError(f"--card: {model!r} is not a folder; expected the folder of a trained model")
     reporter = QuietReporter() if as_json else RichReporter()
     report = examine(model, tasks=tasks, count=count, split=split, real=real, reporter=reporter)
     for note in report.notes:

@@ -1,4 +1,4 @@
-"""What the embedded models are taught: endless images with questions and captions, prose, and speech."""
+"""Training data of the embedded models: endless images with questions and captions, prose, and speech."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Turn = tuple[str, str]  # user, assistant
 class Lesson:
     kind: str
     drawing: Drawing | None
-    spoken: str | None  # words to be heard
+    spoken: str | None  # the words of its audio
     turns: tuple[Turn, ...]
 
 
@@ -46,13 +46,13 @@ def make_lesson(rng: Random, shares: Mapping[str, float]) -> Lesson:
 
 
 def _choice(rng: Random) -> Lesson:
-    """Several questions about one image, so that looking at it pays more than once."""
+    """Several questions about one image."""
     scene = choice_scene(rng, "train")
     return Lesson("choice", draw_scene(scene, rng), None, _turns(ask_choice, scene, rng))
 
 
 def _open(rng: Random) -> Lesson:
-    """Without options every wrong answer is one of many: relations are learned sooner than from letters."""
+    """A question without options, from which relations are learned sooner than from letters."""
     scene = choice_scene(rng, "train")
     return Lesson("open", draw_scene(scene, rng), None, _turns(ask_open, scene, rng))
 
@@ -75,7 +75,7 @@ def _caption_turn(scene: Scene, rng: Random) -> Turn:
 
 
 def _read(rng: Random) -> Lesson:
-    """Every sign once: a sign that was read before could be copied instead of looked at."""
+    """Every sign once, since a second answer could be copied from the first."""
     scene = read_scene(rng, "train")
     questions = [ask_read(scene, rng, sign) for sign in rng.sample(scene.signs, len(scene.signs))]
     questions += [ask_short(scene, rng) for _ in range(3) if scene.things]
@@ -86,13 +86,13 @@ def _read(rng: Random) -> Lesson:
 
 
 def _caption(rng: Random) -> Lesson:
-    """The image told, and told again in other words."""
+    """Two captions of one image."""
     scene = caption_scene(rng, "train")
     return Lesson("caption", draw_scene(scene, rng), None, (_caption_turn(scene, rng), _caption_turn(scene, rng)))
 
 
 def _define(rng: Random) -> Lesson:
-    """Real prose. A word that is noun and verb has more than one right answer."""
+    """Definitions from a dictionary. A word that is noun and verb has more than one right answer."""
     turns = []
     for word in rng.sample(_words(), 4):
         gloss = rng.choice(list(glosses()[word].values()))
@@ -137,7 +137,7 @@ SPOKEN = {"speech": 0.3, "listen": 0.5, "spoken caption": 0.2}
 
 
 def sample_texts(rng: Random, count: int) -> Iterator[str]:
-    """What a tokenizer is made for."""
+    """Texts to train a tokenizer on."""
     for _ in range(count):
         for turn in make_lesson(rng, SEEN).turns:
             yield from turn

@@ -42,8 +42,8 @@ class Strengths:
     vision: tuple[int, ...] = ()
     audio: tuple[int, ...] = ()
     text: tuple[int, ...] = ()
-    # Quiet channels can be made large without 8 bits losing them or their neighbours: only those whose peak lies within
-    # this quantile of all peaks are taken, and factors are halved until the new peak is at most `reach` median peaks.
+    # Only channels whose peak is below this quantile of all peaks are taken. Factors are halved until the new peak is at
+    # most `reach` median peaks. So 8 bits lose neither these channels nor their neighbours.
     loudest: float = 0.15
     reach: float = 32.0
 
@@ -55,7 +55,7 @@ STRENGTHS: Mapping[str, Strengths] = {
     "v_proj": Strengths(vision=(32,), text=(32,) * 12),
     "up_proj": Strengths(vision=(64, 32), audio=(32,), text=(32,) * 12),
 }
-HARDIER = ("qwen3-vl", "qwen2.5-omni")  # where as many channels do less harm: 9 to 9.5% of the W4A8 decisions
+HARDIER = ("qwen3-vl", "qwen2.5-omni")  # whose decisions change less by as many channels: 9 to 9.5% at W4A8
 
 
 def strengths_of(family: str) -> Mapping[str, Strengths]:
@@ -85,7 +85,7 @@ def choose_outliers(
 
 
 def _pick(peaks: Tensor, strengths: Strengths, present: set[int]) -> dict[int, int]:
-    """peaks [3, channels]: the largest activation of each channel over the tokens of each kind."""
+    """Factors from `peaks` [3, channels], the largest activation of each channel over the tokens of each kind."""
     picked: dict[int, int] = {}
     overall = peaks.amax(0)
     excluded = overall > overall.quantile(strengths.loudest)
@@ -98,7 +98,7 @@ def _pick(peaks: Tensor, strengths: Strengths, present: set[int]) -> dict[int, i
         ratio[list(picked)] = -1.0
         factors: tuple[int, ...] = getattr(strengths, name)
         best = [channel for channel in ratio.argsort(descending=True).tolist() if ratio[channel] >= 0]
-        picked |= dict(zip(best, factors, strict=False))  # where few channels are quiet, the last factors are not used
+        picked |= dict(zip(best, factors, strict=False))  # with few quiet channels the last factors are not used
     limit = strengths.reach * overall.median() / overall.clamp(min=TINY)
     return {channel: _within(factor, float(limit[channel])) for channel, factor in picked.items()}
 
@@ -150,7 +150,8 @@ def measure_peaks(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[tupl
 def write_outliers(
     folder: Path, prompts: Sequence[Prompt], strengths: Mapping[str, Strengths] | None = None
 ) -> Outliers:
-    """Choose the outliers of a trained model by `prompts` and its own answers to them; write outliers.json beside it."""
+    """Choose the outliers of a trained model by `prompts` and its own answers to them; write outliers.json beside
+    it."""
     source = find_source(folder)
     policy = load_policy(source, "W16A16")
     processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
@@ -162,7 +163,7 @@ def write_outliers(
 
 
 def _answered(policy: Policy, prompts: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:
-    """The prompts with the dense model's greedy answers: most decisions are taken there, not in the prompt."""
+    """The prompts with the dense model's greedy responses, where most decisions are."""
     responses = greedy_rollouts(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS), side="D")
     return [one.sequence for one in answer_prompts(policy, prompts, responses)]
 

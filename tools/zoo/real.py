@@ -1,8 +1,9 @@
-"""A small evaluation on material that nobody made for these models: recorded human speech, and images with descriptions.
+"""A small evaluation on real material: recorded human speech, and images with descriptions.
 
-Speech are the prompts of Asterisk, spoken by one woman over a telephone's 8 kHz; images are the stamps of Tux Paint and,
-where PNG files of it were unpacked, OpenMoji. The embedded models have seen nothing of the kind: a choice near CHANCE and
-a word error rate of 100% or more are what to expect, and what is measured is whether a quantized model still says the same.
+The speech is that of Asterisk's prompts, one woman's voice at a telephone's 8 kHz. The images are the stamps of Tux
+Paint and, where its PNG files were unpacked, OpenMoji. The embedded models were not trained on such data: expect
+choices near CHANCE and word error rates of 100% or more. The measurement is whether a quantized model gives the same
+answers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 from onptq.data.audio import INSTALL
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
-from onptq.evaluate.items import Item, exact
-from onptq.models import FAMILIES
+from onptq.evaluate.tasks import Item, exact
+from onptq.registry import FAMILIES
 from onptq.zoo.questions import LETTERS
 from onptq.zoo.sentences import TRANSCRIBE
 from onptq.zoo.suite import SIDES, word_errors
@@ -36,19 +37,19 @@ STAMPS = Path("/usr/share/tuxpaint/stamps")
 OPENMOJI = "color/72x72"  # images of the OpenMoji repository, named after data/openmoji.json's hexcodes
 
 RATE = 16_000  # Hz, what the audio towers take
-SECONDS = 4.0  # the longest audio clip that the embedded models have heard
-WORDS = 8  # longer descriptions would make prompts longer than any the embedded models have seen
+SECONDS = 4.0  # of the longest audio clip in the training of the embedded models
+WORDS = 8  # more would make prompts longer than any in the training of the embedded models
 CHANCE = 1 / len(LETTERS)
 QUESTION = "Which description fits the picture?"
 
-REMARK = re.compile(r"\[.*?\]|<.*?>|\(.*?\)")  # what a transcript says about an audio clip instead of what is said
+REMARK = re.compile(r"\[.*?\]|<.*?>|\(.*?\)")  # in a transcript: about the audio, not spoken in it
 SPOKEN_SIGNS = {"*": " star ", "#": " pound "}
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 @dataclass(frozen=True)
 class Material:
-    """Files and what is said or shown in them; `missing` tells how to get what was not found."""
+    """Files with their words or descriptions; `missing` tells how to install absent ones."""
 
     items: Sequence[tuple[Path, str]]
     missing: str | None = None
@@ -71,14 +72,15 @@ def recorded_speech(folder: Path | None = None) -> Material:
     return Material(tuple((path, words) for path, words in recordings if 0 < lengths[path][0] <= SECONDS))
 
 
-def described_images(stamps: Path = STAMPS, openmoji: Path | None = None) -> Material:
+def described_images(stamps: Path | None = None, openmoji: Path | None = None) -> Material:
     """PNG files with a short description each: Tux Paint's stamps and, when its folder is given, OpenMoji."""
+    stamps = STAMPS if stamps is None else stamps
     items = [*_stamps(stamps)]
     missing = [] if items else [f"no images in {stamps}: install Debian's tuxpaint-stamps-default"]
     if openmoji is not None:
         drawn = [*_openmoji(openmoji)]
         items += drawn
-        missing += [] if drawn else [f"no PNG files in {openmoji / OPENMOJI}: OpenMoji's npm package has SVG alone"]
+        missing += [] if drawn else [f"no PNG files in {openmoji / OPENMOJI}: OpenMoji's npm package has only SVG"]
     return Material(tuple(items), "; ".join(missing) or None)
 
 
@@ -97,7 +99,7 @@ def real_items(family: str, count: int | None = None, seed: int = 0) -> tuple[li
 
 
 def speech_items(material: Material, count: int | None = None, seed: int = 0) -> list[Item]:
-    """Each audio clip is to be written down. It is resampled when a model's processor reads it."""
+    """Items to transcribe audio clips. A model's processor resamples them."""
     items = []
     for ordinal, (path, words) in enumerate(_sample(material.items, count, seed)):
         name = _name("recorded speech", path)
@@ -108,8 +110,8 @@ def speech_items(material: Material, count: int | None = None, seed: int = 0) ->
 
 
 def image_items(material: Material, side: int, count: int | None = None, seed: int = 0) -> list[Item]:
-    """Each image, on a white square of `side` pixels, with its own description among three of others."""
-    descriptions = {description: _weighty(description) for _, description in material.items}
+    """Items with an image on a white square of `side` pixels, its description and those of three others."""
+    descriptions = {description: _long_words(description) for _, description in material.items}
     items = []
     for ordinal, (path, description) in enumerate(_sample(material.items, count, seed)):
         name = _name("described pictures", path)
@@ -125,7 +127,7 @@ def image_items(material: Material, side: int, count: int | None = None, seed: i
 
 
 def normalise(transcript: str) -> str:
-    """Lower-case words of a to z, as they are spoken; empty where that is not known, as of audio clips and long numbers."""
+    """The spoken words, in lower case of a to z; empty where they are not known, as for long numbers."""
     text = REMARK.sub(" ", transcript).lower().replace("'", "")
     for sign, word in SPOKEN_SIGNS.items():
         text = text.replace(sign, word)
@@ -139,7 +141,7 @@ def _listing(folder: Path) -> Path:
 
 
 def _transcripts(listing: Path) -> Iterator[tuple[str, str]]:
-    """Lines of `name: what is said`."""
+    """Names and words of the lines `name: words`."""
     raw = listing.read_bytes()
     for line in (gzip.decompress(raw) if listing.suffix == ".gz" else raw).decode("utf-8").splitlines():
         name, colon, text = line.partition(":")
@@ -158,7 +160,7 @@ def _length(path: Path) -> tuple[float, int]:
 
 
 def _stamps(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Beside a stamp lies its description: the first line English, then one `language.utf8=` line for each translation."""
+    """Stamps with the first line of the text file beside each, which is English; translations follow there."""
     for path in sorted(folder.rglob("*.png")):
         text = path.with_suffix(".txt")
         if text.is_file():  # mirrored stamps have none
@@ -184,7 +186,7 @@ def _sample(items: Sequence[tuple[Path, str]], count: int | None, seed: int) -> 
 
 
 def _others(descriptions: Mapping[str, set[str]], right: str, rng: Random) -> list[str]:
-    """Three descriptions that share no word of weight with the right one and so cannot be right as well."""
+    """Three descriptions that share no long word with the right one, so that they are not right too."""
     others = sorted(
         other for other, words in descriptions.items() if other != right and not words & descriptions[right]
     )
@@ -195,7 +197,7 @@ def _others(descriptions: Mapping[str, set[str]], right: str, rng: Random) -> li
     return rng.sample(others, len(LETTERS) - 1)
 
 
-def _weighty(description: str) -> set[str]:
+def _long_words(description: str) -> set[str]:
     words = re.findall(r"\w+", description.lower())
     return {word.removesuffix("s") for word in words if len(word) > 3} or set(words)
 

@@ -1,4 +1,4 @@
-"""Defects of config.json."""
+"""Checks of config.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from onptq.check.subject import Defect, Subject
+from onptq.check.findings import Finding
+from onptq.check.inspected import Inspected
 from onptq.checkpoint.folder import split_name
 from onptq.models.family import text_config
 
@@ -14,29 +15,29 @@ STORED_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def check_builds(subject: Subject) -> Iterator[Defect]:
-    if subject.layouts.broken is not None:
-        yield Defect(
+def check_builds(inspected: Inspected) -> Iterator[Finding]:
+    if inspected.layouts.broken is not None:
+        yield Finding(
             "config-does-not-build",
-            f"config.json makes no model: {subject.layouts.broken}",
+            f"config.json makes no model: {inspected.layouts.broken}",
             "transformers cannot load the checkpoint; checks of names and shapes were left out. "
-            "Compare config.json with that of the model this was made from.",
+            "Compare config.json with that of the source.",
         )
 
 
-def check_rope(subject: Subject) -> Iterator[Defect]:
-    """A config.json written anew by another version of transformers loses what only the writer's version can read."""
-    text = text_config(subject.reading.config)
+def check_rope(inspected: Inspected) -> Iterator[Finding]:
+    """Findings on position settings, which a config.json rewritten by another version of transformers loses."""
+    text = text_config(inspected.checkpoint.config)
     new, old = _mapping(text.get("rope_parameters")), _mapping(text.get("rope_scaling"))
-    if subject.multimodal and subject.family is not None and not ("mrope_section" in new or "mrope_section" in old):
-        yield Defect(
+    if inspected.multimodal and inspected.family is not None and not ("mrope_section" in new or "mrope_section" in old):
+        yield Finding(
             "lost-mrope-section",
             "config.json has neither rope_scaling.mrope_section nor rope_parameters.mrope_section",
-            "Positions of pictures are split by it: transformers 4 fails, transformers 5 takes a default that fits heads "
-            "of 128 only. Copy the key from the config.json of the model this was made from.",
+            "It splits the positions of images: transformers 4 fails, transformers 5 takes a default that fits heads "
+            "of 128 only. Copy the key from the config.json of the source.",
         )
     elif "mrope_section" in new and "rope_theta" not in text:
-        yield Defect(
+        yield Finding(
             "new-rope-keys",
             "config.json was written by transformers 5: rope_parameters in place of rope_theta and rope_scaling",
             "transformers 4 and servers built on it find no rope_scaling and fail; transformers 5 and vLLM 0.32 read it.",
@@ -44,59 +45,59 @@ def check_rope(subject: Subject) -> Iterator[Defect]:
         )
 
 
-def check_thinker(subject: Subject) -> Iterator[Defect]:
-    config, places = subject.reading.config, subject.reading.quantizations
+def check_thinker(inspected: Inspected) -> Iterator[Finding]:
+    config, places = inspected.checkpoint.config, inspected.checkpoint.quantizations
     if not isinstance(config.get("thinker_config"), dict) or not ({"", "thinker_config"} & set(places)):
         return
     if "thinker_config" not in places:
-        yield Defect(
+        yield Finding(
             "thinker-without-quantization",
             "quantization_config stands at the top of config.json only, not in thinker_config",
             "transformers' thinker class sees only its own part, takes the integers for weights and answers nonsense.",
-            mendable=True,
+            fixable=True,
         )
     elif "" not in places:
-        yield Defect(
+        yield Finding(
             "quantization-only-in-thinker",
             "quantization_config stands in thinker_config only, not at the top of config.json",
             "vLLM and transformers' full Omni class read the top, and take the checkpoint for a dense one.",
-            mendable=True,
+            fixable=True,
         )
     elif places[""] != places["thinker_config"]:
-        yield Defect(
+        yield Finding(
             "thinker-disagrees",
             "config.json has one quantization_config at the top and another one in thinker_config",
-            "Which one holds depends on the class that loads it; the files do not say which is right.",
+            "Which one counts depends on the class that loads it; the files do not show which is right.",
         )
 
 
-def check_dtype(subject: Subject) -> Iterator[Defect]:
-    if not subject.quantized_modules:
+def check_dtype(inspected: Inspected) -> Iterator[Finding]:
+    if not inspected.quantized_modules:
         return
-    declared, stored = declared_dtype(subject.reading.config), stored_dtype(subject)
+    declared, stored = declared_dtype(inspected.checkpoint.config), stored_dtype(inspected)
     if declared is not None and stored is not None and declared != stored:
-        yield Defect(
+        yield Finding(
             "wrong-dtype",
             f"config.json says {declared}, the unquantized tensors are {stored}",
             f"dtype='auto' computes in {declared}: "
             + ("twice the memory, and no low-bit kernel takes it." if declared == "float32" else "another rounding."),
-            mendable=True,
+            fixable=True,
         )
 
 
-def check_placeholders(subject: Subject) -> Iterator[Defect]:
-    """The token that stands for a picture must be the same one in config.json and in the tokenizer."""
-    family, ids, thinker = subject.family, _added_tokens(subject), subject.thinker
+def check_placeholders(inspected: Inspected) -> Iterator[Finding]:
+    """Findings on placeholder tokens, which must be the same in config.json and in the tokenizer."""
+    family, ids, thinker = inspected.family, _added_tokens(inspected), inspected.thinker
     if family is None:
         return
     for kind, placeholder in (("image", family.image), ("audio", family.audio)):
         expected = ids.get(placeholder.token) if placeholder is not None else None
         for key in (f"{kind}_token_id", f"{kind}_token_index"):
             if placeholder is not None and expected is not None and thinker.get(key, expected) != expected:
-                yield Defect(
+                yield Finding(
                     "wrong-placeholder",
                     f"config.json's {key} is {thinker[key]}, the tokenizer's {placeholder.token} is {expected}",
-                    f"The model finds no place for a {kind}'s features: requests fail, or the {kind} is never seen.",
+                    f"The model has no place for {kind} features: requests fail, or the {kind} input is ignored.",
                 )
 
 
@@ -104,18 +105,18 @@ def declared_dtype(config: dict[str, Any]) -> str | None:
     return next((str(config[key]).removeprefix("torch.") for key in DTYPE_KEYS if config.get(key)), None)
 
 
-def stored_dtype(subject: Subject) -> str | None:
-    """What most bytes of the unquantized floating-point tensors are."""
+def stored_dtype(inspected: Inspected) -> str | None:
+    """The dtype of most bytes of the unquantized floating-point weights."""
     sizes: Counter[str] = Counter()
-    for name, tensor in subject.reading.tensors.items():
+    for name, tensor in inspected.checkpoint.tensors.items():
         module, parameter = split_name(name)
-        if tensor.dtype in STORED_FLOATS and parameter in {"weight", ""} and module not in subject.quantized_modules:
+        if tensor.dtype in STORED_FLOATS and parameter in {"weight", ""} and module not in inspected.quantized_modules:
             sizes[STORED_FLOATS[tensor.dtype]] += tensor.nbytes
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def _added_tokens(subject: Subject) -> dict[str, int]:
-    added = subject.reading.json("tokenizer.json").get("added_tokens")
+def _added_tokens(inspected: Inspected) -> dict[str, int]:
+    added = inspected.checkpoint.json("tokenizer.json").get("added_tokens")
     entries = added if isinstance(added, list) else []
     return {entry["content"]: entry["id"] for entry in entries if isinstance(entry, dict) and "id" in entry}
 

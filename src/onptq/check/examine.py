@@ -1,4 +1,4 @@
-"""Everything `onptq verify` looks at, in order: the folder, the reload, the schemes, the logits, one question per modality.
+"""`onptq verify`: static checks, reload in transformers, schemes, logits, and one question per modality.
 
 A run ends with the same checks, against the graph it was folded from.
 """
@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onptq.check.files import Check, check_folder
-from onptq.check.reload import Verification, check_modules, hold_against, quantized_modules
+from onptq.check.findings import Check
+from onptq.check.reload import Verification, check_modules, compare_with_graph, quantized_modules
+from onptq.check.static import check_folder
 from onptq.check.trial import (
+    EXPLAINED,
+    UNRELATED,
     Agreement,
-    Answered,
+    Answer,
     Question,
     ask,
     check_logits,
@@ -37,6 +40,8 @@ from onptq.models.processing import PromptProcessor
 
 @dataclass(frozen=True)
 class Examination:
+    """All checks of a checkpoint with their outcomes."""
+
     folder: Path
     checks: Sequence[Check]
     agreements: Mapping[str, Agreement] = field(default_factory=dict)  # by modality, where there is a dense model
@@ -46,19 +51,20 @@ class Examination:
         return all(check.passed for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        record = {
             "folder": str(self.folder),
             "passed": self.passed,
             "checks": [asdict(check) for check in self.checks],
             "agreement": {name: asdict(one) for name, one in self.agreements.items()},
         }
+        return record | ({"least_correlation": UNRELATED, "explained": EXPLAINED} if self.agreements else {})
 
 
 @dataclass(frozen=True)
-class DenseVoice:
-    """What the dense model says to every question, and its logits while saying it, [states, V] each."""
+class DenseAnswers:
+    """The dense model's answer to every question, and its logits over question and answer, [states, V] each."""
 
-    answers: Sequence[Answered]
+    answers: Sequence[Answer]
     logits: Sequence[Tensor]
 
 
@@ -70,7 +76,7 @@ def examine(
     device: torch.device,
     note: Callable[[str], None] = lambda text: None,
 ) -> Examination:
-    """Look at a checkpoint, whoever made it; with `against`, the dense model it was made from, also compare."""
+    """Check a checkpoint of any maker; `against` is the dense model it was made from, to compare with."""
     source = open_checkpoint(str(folder))
     dense = None if against is None else open_checkpoint(str(against))
     if dense is not None and dense.family != source.family:
@@ -78,30 +84,27 @@ def examine(
             f"{against} is a {dense.family.name} model, {folder} a {source.family.name} model: no comparison"
         )
     note("reading files and tensors")
-    checks = check_folder(source.folder, source.family, None if dense is None else dense.folder)
+    checks = check_folder(source.folder, None if dense is None else dense.folder)
     if any(check.name == "tensors" and not check.passed for check in checks):
         return Examination(source.folder, checks)
     try:
         processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
-        asked = questions(processor)
+        probes = questions(processor)
     except OnPTQError as error:
         return Examination(source.folder, [*checks, Check("processor", False, str(error))])
-    voice = None
+    reference = None
     if dense is not None:
-        note("listening to the dense model")
-        voice = _listen(dense, asked, processor.tokenizer, dtype, device)
-    note("trying the checkpoint")
+        note("running the dense model")
+        reference = _answer_dense(dense, probes, processor.tokenizer, dtype, device)
+    note("running the checkpoint")
     model, loading = _reload(source, dtype, device)
     checks += loading
     if model is None:
         return Examination(source.folder, checks)
-    answers = ask(model, asked, processor.tokenizer, source.eos())
-    logit_checks, agreements = _try_logits(model, asked, answers, voice)
-    return Examination(
-        source.folder,
-        [*checks, *logit_checks, *judge_answers(answers, voice.answers if voice else ())],
-        agreements,
-    )
+    answers = ask(model, probes, processor.tokenizer, source.eos())
+    logit_checks, agreements = _check_all_logits(model, probes, answers, reference)
+    judged = judge_answers(answers, reference.answers if reference else ())
+    return Examination(source.folder, [*checks, *logit_checks, *judged], agreements)
 
 
 def verify_export(
@@ -110,27 +113,29 @@ def verify_export(
     processor: PromptProcessor,
     inputs: Sequence[Mapping[str, Tensor]],
     expected: Sequence[Tensor],
-    dense: Sequence[Answered],
+    dense: Sequence[Answer],
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Verification, list[Check]]:
-    """What a run ends with. Raises on everything that is wrong with the checkpoint; whether its answers to the questions
-    are any good is in the checks, because a coarse scheme may spoil them without any fault of the export."""
-    checks = check_folder(folder, source.family, source.folder)
+    """The checks that a run ends with. Everything that is wrong with the checkpoint raises.
+
+    Bad answers to the questions do not: a coarse scheme may spoil them without any fault of the export.
+    """
+    checks = check_folder(folder, source.folder)
     for check in checks:
         if not check.passed:
             raise OnPTQError(f"{folder}: {check.name}: {check.seen}")
     model = load_model(open_checkpoint(str(folder)), dtype, device)
     check_modules(model, source.family.ignore)
     checks.append(check_schemes(model, source.family))
-    found = hold_against(model, folder, inputs, expected, dtype=dtype)
+    verification = compare_with_graph(model, folder, inputs, expected, dtype=dtype)
     answers = ask(model, questions(processor), processor.tokenizer, source.eos())
-    return found, [*checks, *judge_answers(answers, dense)]
+    return verification, [*checks, *judge_answers(answers, dense)]
 
 
 def check_schemes(model: Any, family: Family) -> Check:
-    """Which modules compute with quantized weights or activations; none outside the language model may."""
+    """The modules that compute with quantized weights or activations; none outside the language model may."""
     quantized = quantized_modules(model)
     outside = sorted(name for name in quantized if any(matches(name, f"re:{tower}") for tower in family.towers))
     if outside:
@@ -144,44 +149,44 @@ def check_schemes(model: Any, family: Family) -> Check:
 
 
 def _reload(source: Source, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[Check]]:
-    """As a user loads it. Where that fails, as the reader of evaluations mends it, so that the rest can still be told."""
+    """The model as a user loads it. Where that fails, with a repaired ignore list, so that the other checks can run."""
     try:
         model = load_model(source, dtype, device)
         return model, [Check("reload", True, f"{type(model).__name__} in {dtype}"), check_schemes(model, source.family)]
     except Exception as error:  # a quantizer is a package of its own and may raise anything
-        failed = Check("reload", False, " ".join(str(error).split())[:300])
+        failed = " ".join(str(error).split())[:300]
     try:
         model = load_model(source, dtype, device, repair=True)
     except OnPTQError:
-        return None, [failed]
-    mended = "; loads when linears that are plain on disk are left plain: the ignore list does not name them as transformers does"
-    return model, [Check("reload", False, failed.seen + mended), check_schemes(model, source.family)]
+        return None, [Check("reload", False, failed)]
+    repaired = "; loads when linears that are dense on disk stay dense: the ignore list does not name them as transformers does"
+    return model, [Check("reload", False, failed + repaired), check_schemes(model, source.family)]
 
 
-def _listen(
-    dense: Source, asked: Sequence[Question], tokenizer: Any, dtype: torch.dtype, device: torch.device
-) -> DenseVoice:
+def _answer_dense(
+    dense: Source, probes: Sequence[Question], tokenizer: Any, dtype: torch.dtype, device: torch.device
+) -> DenseAnswers:
     model = load_model(dense, dtype, device, repair=True)
-    answers = ask(model, asked, tokenizer, dense.eos())
-    logits = [teacher_forced(model, one.inputs, said.tokens) for one, said in zip(asked, answers, strict=True)]
+    answers = ask(model, probes, tokenizer, dense.eos())
+    logits = [teacher_forced(model, probe.inputs, one.tokens) for probe, one in zip(probes, answers, strict=True)]
     del model
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return DenseVoice(answers, logits)
+    return DenseAnswers(answers, logits)
 
 
-def _try_logits(
-    model: Any, asked: Sequence[Question], answers: Sequence[Answered], voice: DenseVoice | None
+def _check_all_logits(
+    model: Any, probes: Sequence[Question], answers: Sequence[Answer], reference: DenseAnswers | None
 ) -> tuple[list[Check], dict[str, Agreement]]:
-    """Both models hear the dense one's answers; without one, the model hears its own."""
-    if voice is None:
-        pairs = zip(asked, answers, strict=True)
-        return [check_logits(one.modality, teacher_forced(model, one.inputs, said.tokens)) for one, said in pairs], {}
+    """Checks of the logits over the dense model's answers; without a dense model, over the model's own."""
+    if reference is None:
+        pairs = zip(probes, answers, strict=True)
+        return [check_logits(one.modality, teacher_forced(model, one.inputs, own.tokens)) for one, own in pairs], {}
     checks, agreements = [], {}
-    for one, said, dense in zip(asked, voice.answers, voice.logits, strict=True):
-        check, found = compare_logits(one.modality, dense, teacher_forced(model, one.inputs, said.tokens))
+    for one, answer, dense in zip(probes, reference.answers, reference.logits, strict=True):
+        check, agreement = compare_logits(one.modality, dense, teacher_forced(model, one.inputs, answer.tokens))
         checks.append(check)
-        if found is not None:
-            agreements[one.modality] = found
+        if agreement is not None:
+            agreements[one.modality] = agreement
     return checks, agreements

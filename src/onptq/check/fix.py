@@ -1,7 +1,8 @@
 """A corrected copy of a checkpoint: config.json and index as they should be, every tensor and every other file as it is.
 
-Mended is what the files themselves decide: which modules are ignored (the dense ones), where quantization_config must stand,
-which dtype the tensors have, which shard holds what. What is lost stays lost, and is said."""
+Corrected is what the files themselves decide: the ignored modules (the dense ones), the places of quantization_config, the
+dtype of the tensors, the shard of each tensor. Lost files and tensors are reported, never made up.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from onptq.check.config_checks import DTYPE_KEYS, stored_dtype
-from onptq.check.defects import Inspection, inspect_subject
-from onptq.check.subject import Subject, open_subject
-from onptq.checkpoint.companions import STAGED_CONFIG, companion_bytes, copy_companions, reported, staged, write_text
+from onptq.check.inspected import Inspected, open_inspected
+from onptq.check.static import Inspection, inspect
+from onptq.checkpoint.companions import (
+    STAGED_CONFIG,
+    check_links,
+    companion_bytes,
+    copy_companions,
+    reported,
+    staged,
+    write_text,
+)
 from onptq.checkpoint.folder import INDEX
+from onptq.checkpoint.provenance import CARD
 from onptq.errors import OnPTQError
 
 TARGETS = {"quantized-but-ignored", "ignored-on-disk"}
@@ -27,8 +37,8 @@ LINEAR = "Linear"
 
 
 @dataclass(frozen=True)
-class Mended:
-    """`after` is the inspection of the copy; without mendable defects there is no copy."""
+class Fix:
+    """`after` is the inspection of the copy; without fixable defects there is no copy."""
 
     before: Inspection
     after: Inspection
@@ -36,32 +46,32 @@ class Mended:
     out: Path | None
 
 
-def mend_folder(folder: Path, out: Path) -> Mended:
-    """Inspects `folder`, writes a copy into `out` with every mendable defect mended, and inspects that."""
+def fix_folder(folder: Path, out: Path) -> Fix:
+    """Inspect `folder`, write a copy without the fixable defects into `out`, and inspect the copy."""
     _check_new(folder, out)
-    subject = open_subject(folder)
-    before = inspect_subject(subject)
-    mendable = {defect.name for defect in before.findings if defect.mendable}
-    if not mendable:
-        return Mended(before, before, (), None)
-    config, changes = _mend_config(subject, mendable)
-    index = _rebuilt_index(subject) if "wrong-index" in mendable else None
+    inspected = open_inspected(folder)
+    before = inspect(inspected)
+    fixable = {finding.name for finding in before.findings if finding.fixable}
+    if not fixable:
+        return Fix(before, before, (), None)
+    config, changes = _fix_config(inspected, fixable)
+    index = _rebuilt_index(inspected) if "wrong-index" in fixable else None
     if index is not None:
-        changes.append(f"{INDEX} rebuilt from the headers of {len(subject.reading.shards)} shards")
-    _write_copy(subject, out, config, index)
-    return Mended(before, inspect_subject(open_subject(out)), tuple(changes), out)
+        changes.append(f"{INDEX} rebuilt from the headers of {len(inspected.checkpoint.shards)} shards")
+    _write_copy(inspected, out, config, index)
+    return Fix(before, inspect(open_inspected(out)), tuple(changes), out)
 
 
-def ignore_patterns(subject: Subject) -> list[str]:
-    """Patterns for exactly the dense linears, that hold for their names on disk and at run time alike."""
-    dense = [linear for linear in subject.linears.values() if linear.storage is None]
-    quantized = [name for linear in subject.linears.values() if linear.storage is not None for name in linear.names]
-    stated = subject.quantization
-    kept = [pattern for pattern in (stated.ignore if stated else ()) if pattern.startswith("re:")]
-    family = subject.family.ignore if subject.family else ()
+def ignore_patterns(inspected: Inspected) -> list[str]:
+    """Patterns for exactly the dense linears, which match their names on disk and at run time alike."""
+    dense = [linear for linear in inspected.linears.values() if linear.storage is None]
+    quantized = [name for linear in inspected.linears.values() if linear.storage is not None for name in linear.names]
+    stated = inspected.quantization
+    regexes = [pattern for pattern in (stated.ignore if stated else ()) if pattern.startswith("re:")]
+    family = inspected.family.ignore if inspected.family else ()
     patterns: list[str] = []
     for linear in dense:
-        for candidate in (*patterns, *kept, *family, *_candidates(linear.names)):
+        for candidate in (*patterns, *regexes, *family, *_candidates(linear.names)):
             if _covers(candidate, linear.names) and not any(_covers(candidate, [name]) for name in quantized):
                 if candidate not in patterns:
                     patterns.append(candidate)
@@ -72,7 +82,7 @@ def ignore_patterns(subject: Subject) -> list[str]:
 
 
 def _candidates(names: Iterable[str]) -> Iterator[str]:
-    """From the widest, all of a tower, to the narrowest, the module itself behind whatever prefix."""
+    """Patterns from the widest, all of a tower, to the narrowest, the module itself behind any prefix."""
     parts = [name.split(".") for name in names]
     common = _common_ending(parts)
     if len(common) == 1:
@@ -96,41 +106,41 @@ def _covers(pattern: str, names: Iterable[str]) -> bool:
     return all(match_name(name, pattern) for name in names)
 
 
-def _mend_config(subject: Subject, mendable: set[str]) -> tuple[dict[str, Any], list[str]]:
-    config = copy.deepcopy(subject.reading.config)
+def _fix_config(inspected: Inspected, fixable: set[str]) -> tuple[dict[str, Any], list[str]]:
+    config = copy.deepcopy(inspected.checkpoint.config)
     changes = []
-    if mendable & NAMES:
-        patterns = ignore_patterns(subject)
-        sections = [_at(config, place)["quantization_config"] for place in subject.reading.quantizations]
-        old = len(subject.quantization.ignore) if subject.quantization else 0
+    if fixable & NAMES:
+        patterns = ignore_patterns(inspected)
+        sections = [_at(config, place)["quantization_config"] for place in inspected.checkpoint.quantizations]
+        old = len(inspected.quantization.ignore) if inspected.quantization else 0
         changes.append(f"ignore: {old} entries replaced by {', '.join(patterns) or 'none'}")
         for section in sections:
             section["ignore"] = patterns
-        if mendable & TARGETS and _misses_targets(subject):
+        if fixable & TARGETS and _misses_targets(inspected):
             changes.append(f"targets: replaced by {LINEAR}, all that is not ignored")
             for section in sections:
                 next(iter(section["config_groups"].values()))["targets"] = [LINEAR]
-    if "thinker-without-quantization" in mendable:
+    if "thinker-without-quantization" in fixable:
         config["thinker_config"]["quantization_config"] = copy.deepcopy(config["quantization_config"])
         changes.append("quantization_config copied into thinker_config")
-    if "quantization-only-in-thinker" in mendable:
+    if "quantization-only-in-thinker" in fixable:
         config["quantization_config"] = copy.deepcopy(config["thinker_config"]["quantization_config"])
         changes.append("quantization_config copied from thinker_config to the top")
-    if "wrong-dtype" in mendable:
-        stored = stored_dtype(subject)
+    if "wrong-dtype" in fixable:
+        stored = stored_dtype(inspected)
         key = next(key for key in DTYPE_KEYS if config.get(key))
         changes.append(f"{key}: {config[key]} replaced by {stored}")
         config[key] = stored
     return config, changes
 
 
-def _misses_targets(subject: Subject) -> bool:
-    """Whether quantized linears go untreated for want of a target, whatever is ignored."""
-    if subject.quantization is None:
+def _misses_targets(inspected: Inspected) -> bool:
+    """Whether some quantized linears are no target, even if nothing were ignored."""
+    if inspected.quantization is None:
         return False
-    unhindered = replace(subject.quantization, ignore=())
-    quantized = (linear for linear in subject.linears.values() if linear.storage is not None)
-    return any(unhindered.group(name, linear.classes) is None for linear in quantized for name in linear.names)
+    unignoring = replace(inspected.quantization, ignore=())
+    quantized = (linear for linear in inspected.linears.values() if linear.storage is not None)
+    return any(unignoring.group(name, linear.classes) is None for linear in quantized for name in linear.names)
 
 
 def _at(config: dict[str, Any], place: str) -> dict[str, Any]:
@@ -140,23 +150,28 @@ def _at(config: dict[str, Any], place: str) -> dict[str, Any]:
     return part
 
 
-def _rebuilt_index(subject: Subject) -> dict[str, Any]:
-    tensors = subject.reading.tensors
+def _rebuilt_index(inspected: Inspected) -> dict[str, Any]:
+    tensors = inspected.checkpoint.tensors
     return {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: tensors[name].file.name for name in sorted(tensors)},
     }
 
 
-def _write_copy(subject: Subject, out: Path, config: dict[str, Any], index: dict[str, Any] | None) -> None:
-    source, shards = subject.reading.folder, [shard for shard in subject.reading.shards if shard.file.is_file()]
+def _write_copy(inspected: Inspected, out: Path, config: dict[str, Any], index: dict[str, Any] | None) -> None:
+    source, shards = (
+        inspected.checkpoint.folder,
+        [shard for shard in inspected.checkpoint.shards if shard.file.is_file()],
+    )
+    # A shard may be a link to anywhere if it is one; any other file is copied from the model folder alone.
+    check_links(source, *(shard.file for shard in shards if not shard.whole), source / CARD, source / INDEX)
     needed = sum(shard.actual_bytes for shard in shards) + companion_bytes(source)
     with staged(out, needed) as stage, reported(out, needed):
         for shard in shards:
             shutil.copyfile(shard.file, stage / shard.file.name)
         copy_companions(source, stage)
-        if (source / "README.md").is_file():
-            shutil.copyfile(source / "README.md", stage / "README.md")
+        if (source / CARD).is_file():
+            shutil.copyfile(source / CARD, stage / CARD)
         if index is not None:
             write_text(stage / INDEX, json.dumps(index, indent=2) + "\n")
         elif (source / INDEX).is_file():

@@ -1,4 +1,4 @@
-"""Made-up prompts that use every modality a family takes: what a checkpoint is tried with when nothing better is at hand."""
+"""Generated prompts in every modality that a family takes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RATE, SECONDS = 16000, 1.0
 
 
 def probe_prompt(modalities: frozenset[str], ordinal: int = 0) -> Prompt:
-    """One question about a drawn picture and a tone, as far as the family sees and hears."""
-    images = (_embedded(_picture()),) if "image" in modalities else ()
+    """One question about a drawn image and a tone, as far as the family takes them."""
+    images = (_embedded(_image()),) if "image" in modalities else ()
     audios = (_embedded(_tone()),) if "audio" in modalities else ()
     parts = [{"type": "image"} for _ in images] + [{"type": "audio"} for _ in audios]
     content = [*parts, {"type": "text", "text": "Describe this in one sentence."}]
@@ -27,15 +27,15 @@ def _embedded(data: bytes) -> Media:
     return Media(None, hashlib.sha256(data).hexdigest(), data)
 
 
-def _picture() -> bytes:
+def _image() -> bytes:
     from PIL import Image, ImageDraw
 
-    picture = Image.radial_gradient("L").resize((SIDE, SIDE)).convert("RGB")
-    draw = ImageDraw.Draw(picture)
+    image = Image.radial_gradient("L").resize((SIDE, SIDE)).convert("RGB")
+    draw = ImageDraw.Draw(image)
     draw.rectangle((12, 20, 52, 60), fill=(200, 40, 40))
     draw.ellipse((56, 50, 104, 98), fill=(40, 80, 200))
     out = io.BytesIO()
-    picture.save(out, "PNG")
+    image.save(out, "PNG")
     return out.getvalue()
 
 

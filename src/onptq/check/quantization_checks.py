@@ -1,94 +1,103 @@
-"""Defects of quantization_config against the tensors: what readers take for quantized, and what is."""
+"""Checks of quantization_config against the tensors: which modules readers take for quantized, and which are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onptq.check.subject import Defect, Linear, Subject, some
+from onptq.check.findings import Finding, some
+from onptq.check.inspected import Inspected, Linear
 from onptq.checkpoint.quantization import COMPRESSED
 
 
-def check_declared(subject: Subject) -> Iterator[Defect]:
-    """The config and the tensors must tell the same story."""
-    quantized, stated = subject.quantized_modules, subject.quantization
+def check_declared(inspected: Inspected) -> Iterator[Finding]:
+    quantized, stated = inspected.quantized_modules, inspected.quantization
     if stated is None and quantized:
         kinds = ", ".join(sorted(set(quantized.values())))
-        yield Defect(
+        yield Finding(
             "undeclared-quantization",
             f"{len(quantized)} modules are stored quantized ({kinds}), but config.json has no quantization_config",
             "Readers take the integers for weights, or miss the weights and fill them with random numbers. "
-            "The activations' format cannot be told from the tensors: write the section again.",
+            "The tensors do not show the activations' format: write the section again.",
         )
     weights = stated is not None and any(group.weights is not None for group in stated.groups)
-    if stated is not None and weights and not quantized and subject.reading.tensors:
-        yield Defect(
+    if stated is not None and weights and not quantized and inspected.checkpoint.tensors:
+        yield Finding(
             "no-quantized-tensors",
             f"config.json says {stated.method} ({stated.format}), but every tensor is dense",
             "Readers look for scales and packed weights that are not there. Was the model saved before it was packed?",
         )
 
 
-def check_run_time_names(subject: Subject) -> Iterator[Defect]:
-    """transformers matches targets and ignore list against run-time names, which are not those on disk."""
-    dense = [linear for linear in _stored_dense(subject) if any(_weights(subject, linear, n) for n in linear.run_time)]
-    if dense and subject.quantized_modules:
-        example = next(name for name in dense[0].run_time if _weights(subject, dense[0], name))
-        yield Defect(
-            "ignored-under-other-names",
-            f"{len(dense)} dense linears are not ignored under the names they have in transformers: "
-            f"{dense[0].on_disk} on disk is {example} at run time ({_parts(dense)})",
-            "transformers loads them as quantized, with scales that are not there: from int8 storage answers about pictures "
-            "are NaN or noise while text looks right, from packed storage they fail.",
-            mendable=True,
-        )
-    codes = [linear for linear in _stored_quantized(subject) if not all(_treated(subject, linear, linear.run_time))]
-    if codes:
-        yield Defect(
+def check_names(inspected: Inspected) -> Iterator[Finding]:
+    """Findings on targets and ignore list: transformers matches run-time names, vLLM names on disk."""
+    if inspected.quantization is None or inspected.quantization.method != COMPRESSED:
+        return
+    dense = [linear for linear in inspected.linears.values() if linear.storage is None]
+    quantized = [linear for linear in inspected.linears.values() if linear.storage is not None]
+    one_group = len(inspected.quantization.groups) == 1  # with several, the files do not say which one a linear is of
+    if inspected.quantized_modules:
+        yield from _dense_at_run_time(inspected, dense)
+    ignored = [linear for linear in quantized if not all(_expects(inspected, linear, n) for n in linear.run_time)]
+    if ignored:
+        yield Finding(
             "quantized-but-ignored",
-            f"{len(codes)} linears are stored quantized, but ignored or no target in transformers: {_on_disk(codes)}",
+            f"{len(ignored)} linears are stored quantized, but ignored or no target in transformers: {_on_disk(ignored)}",
             "Their integers are taken for weights, or not found and filled with random numbers.",
-            mendable=_one_group(subject),
+            fixable=one_group,
         )
-
-
-def check_disk_names(subject: Subject) -> Iterator[Defect]:
-    """vLLM matches against the names on disk, which it maps to its own."""
-    dense = [linear for linear in _stored_dense(subject) if _weights(subject, linear, linear.on_disk)]
-    if dense and subject.quantized_modules:
-        yield Defect(
+    unignored = [linear for linear in dense if _expects(inspected, linear, linear.on_disk)]
+    if unignored and inspected.quantized_modules:
+        yield Finding(
             "dense-but-not-ignored",
-            f"{len(dense)} dense linears are not ignored under their names on disk: {_on_disk(dense)}",
+            f"{len(unignored)} dense linears are not ignored under their names on disk: {_on_disk(unignored)}",
             "vLLM looks for their scales and packed weights and does not start.",
-            mendable=True,
+            fixable=True,
         )
-    codes = [linear for linear in _stored_quantized(subject) if not all(_treated(subject, linear, (linear.on_disk,)))]
-    if codes:
-        yield Defect(
+    ignored = [linear for linear in quantized if not _expects(inspected, linear, linear.on_disk)]
+    if ignored:
+        yield Finding(
             "ignored-on-disk",
-            f"{len(codes)} linears are stored quantized, but ignored or no target under their names on disk: {_on_disk(codes)}",
+            f"{len(ignored)} linears are stored quantized, but ignored or no target under their names on disk: "
+            f"{_on_disk(ignored)}",
             "vLLM looks for dense weights that are not there.",
-            mendable=_one_group(subject),
+            fixable=one_group,
         )
 
 
-def check_patterns(subject: Subject) -> Iterator[Defect]:
-    unmatched = unmatched_patterns(subject)
+def _dense_at_run_time(inspected: Inspected, dense: list[Linear]) -> Iterator[Finding]:
+    names = {linear.on_disk: [n for n in linear.run_time if _expects(inspected, linear, n)] for linear in dense}
+    names = {on_disk: run_time for on_disk, run_time in names.items() if run_time}
+    if names:
+        on_disk, run_time = next(iter(names.items()))
+        parts = ", ".join(dict.fromkeys(name.removeprefix("thinker.").split(".")[0] for name in names))
+        yield Finding(
+            "ignored-under-other-names",
+            f"{len(names)} dense linears are not ignored under the names they have in transformers: "
+            f"{on_disk} on disk is {run_time[0]} at run time (in {parts})",
+            "transformers loads them as quantized, with scales that are not there: from int8 storage answers about images "
+            "are NaN or noise while text looks right, from packed storage they fail.",
+            fixable=True,
+        )
+
+
+def check_patterns(inspected: Inspected) -> Iterator[Finding]:
+    unmatched = unmatched_patterns(inspected)
     if unmatched:
-        yield Defect(
+        yield Finding(
             "ignore-matches-nothing",
             f"{len(unmatched)} ignore patterns match no module on disk or at run time: {some(unmatched)}",
-            "Whatever they were meant for is not ignored; often a prefix that another version named differently.",
-            mendable=True,
+            "The modules they were meant for are not ignored; often a prefix that another version named differently.",
+            fixable=True,
         )
 
 
-def check_storage(subject: Subject) -> Iterator[Defect]:
-    stated = subject.quantization
+def check_storage(inspected: Inspected) -> Iterator[Finding]:
+    stated = inspected.quantization
     scheme = stated.scheme if stated is not None else None
     if stated is None or stated.method != COMPRESSED or scheme is None or not scheme.quantizes_activations:
         return
     if scheme.weight_bits == 4 and stated.groups[0].format == "int-quantized":
-        yield Defect(
+        yield Finding(
             "four-bits-in-a-byte",
             f"{scheme} stored int-quantized: one 4-bit value per byte",
             "Twice the size of pack-quantized, and on NVIDIA some versions of vLLM find no kernel for it.",
@@ -96,12 +105,12 @@ def check_storage(subject: Subject) -> Iterator[Defect]:
         )
 
 
-def check_head(subject: Subject) -> Iterator[Defect]:
-    tied = bool(subject.reading.config.get("tie_word_embeddings"))
-    for name, kind in subject.quantized_modules.items():
+def check_head(inspected: Inspected) -> Iterator[Finding]:
+    tied = bool(inspected.checkpoint.config.get("tie_word_embeddings"))
+    for name, kind in inspected.quantized_modules.items():
         end = name.rpartition(".")[2]
         if end == "lm_head" or end.startswith("embed_tokens"):
-            yield Defect(
+            yield Finding(
                 "quantized-head" if end == "lm_head" else "quantized-embeddings",
                 f"{name} is stored quantized ({kind}){', and tie_word_embeddings is set' if tied else ''}",
                 "Few kernels serve a quantized head, none a quantized embedding; accuracy suffers most here. "
@@ -110,61 +119,42 @@ def check_head(subject: Subject) -> Iterator[Defect]:
             )
 
 
-def check_tied_twice(subject: Subject) -> Iterator[Defect]:
-    if not subject.reading.config.get("tie_word_embeddings"):
+def check_tied_twice(inspected: Inspected) -> Iterator[Finding]:
+    if not inspected.checkpoint.config.get("tie_word_embeddings"):
         return
-    for name, parameters in subject.reading.modules.items():
-        if name.rpartition(".")[2] == "lm_head" and "weight" in parameters and name not in subject.quantized_modules:
-            yield Defect(
+    for name, parameters in inspected.checkpoint.modules.items():
+        if name.rpartition(".")[2] == "lm_head" and "weight" in parameters and name not in inspected.quantized_modules:
+            yield Finding(
                 "tied-twice",
                 f"{name}.weight is stored ({parameters['weight'].nbytes:,} bytes), though tie_word_embeddings is set",
-                "Wasted room where it equals the embeddings; where it does not, readers disagree on which one to use.",
+                "Wasted bytes where it equals the embeddings; where it does not, readers disagree on which one to use.",
                 note=True,
             )
 
 
-def unmatched_patterns(subject: Subject) -> list[str]:
-    stated = subject.quantization
+def unmatched_patterns(inspected: Inspected) -> list[str]:
+    """The ignore patterns that match no module, under any name that a reader uses."""
+    stated = inspected.quantization
     if stated is None or stated.method != COMPRESSED:
         return []
     from compressed_tensors.utils.match import match_name
 
-    names = {*subject.reading.modules, "lm_head", *(name for layout in subject.layouts.each for name in layout.names)}
+    names = {
+        *inspected.checkpoint.modules,
+        "lm_head",
+        *(name for layout in inspected.layouts.each for name in layout.names),
+    }
     # A name on disk stands for all that lies below it.
     names |= {".".join(parts[:end]) for parts in (name.split(".") for name in names) for end in range(1, len(parts))}
-    classes = {kind for layout in subject.layouts.each for kinds in layout.linears.values() for kind in kinds}
+    classes = {kind for layout in inspected.layouts.each for kinds in layout.linears.values() for kind in kinds}
     return [p for p in stated.ignore if p not in classes and not any(match_name(name, p) for name in names)]
 
 
-def _stored_dense(subject: Subject) -> Iterator[Linear]:
-    if subject.quantization is not None and subject.quantization.method == COMPRESSED:
-        yield from (linear for linear in subject.linears.values() if linear.storage is None)
-
-
-def _stored_quantized(subject: Subject) -> Iterator[Linear]:
-    if subject.quantization is not None and subject.quantization.method == COMPRESSED:
-        yield from (linear for linear in subject.linears.values() if linear.storage is not None)
-
-
-def _weights(subject: Subject, linear: Linear, name: str) -> bool:
+def _expects(inspected: Inspected, linear: Linear, name: str) -> bool:
     """Whether a reader expects quantized weights of the linear under this name."""
-    group = subject.quantization.group(name, linear.classes) if subject.quantization else None
+    group = inspected.quantization.group(name, linear.classes) if inspected.quantization else None
     return group is not None and group.weights is not None
-
-
-def _one_group(subject: Subject) -> bool:
-    """With several, the files do not say which of them a linear belongs to."""
-    return subject.quantization is not None and len(subject.quantization.groups) == 1
-
-
-def _treated(subject: Subject, linear: Linear, names: tuple[str, ...]) -> Iterator[bool]:
-    return (_weights(subject, linear, name) for name in names)
 
 
 def _on_disk(linears: list[Linear]) -> str:
     return some(linear.on_disk for linear in linears)
-
-
-def _parts(linears: list[Linear]) -> str:
-    firsts = dict.fromkeys(linear.on_disk.removeprefix("thinker.").split(".")[0] for linear in linears)
-    return "in " + ", ".join(firsts)

@@ -1,4 +1,4 @@
-"""Reload an exported checkpoint in transformers and hold it against the logits of the graph it was folded from."""
+"""A checkpoint that transformers has reloaded, compared with the logits of the graph it was folded from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from onptq.checkpoint.names import find_decoder
 from onptq.errors import OnPTQError
 
-# Largest difference of a logit, relative to the largest logit, that rounding of the compute type explains.
+# Largest difference of a logit, relative to the largest logit, that rounding in the compute dtype explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -24,7 +24,7 @@ class Verification:
     states: int
 
 
-def hold_against(
+def compare_with_graph(
     model: Any,
     folder: Path,
     inputs: Sequence[Mapping[str, Tensor]],
@@ -33,7 +33,10 @@ def hold_against(
     dtype: torch.dtype,
     tolerance: float | None = None,
 ) -> Verification:
-    """Raise unless the reloaded model gives the expected logits, [B, T, V] per input, and the same choices."""
+    """The differences between the reloaded model's logits and the expected ones, [B, T, V] per input.
+
+    Raise where they are too large or another token is chosen.
+    """
     if not inputs or len(inputs) != len(expected):
         counts = f"{len(inputs)} and {len(expected)}"
         raise OnPTQError(f"verification needs at least one input and as many expected logits, got {counts}")
@@ -54,19 +57,19 @@ def hold_against(
 
 @torch.inference_mode()
 def logits_of(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """[B, T, V] in fp32 on the host."""
+    """Logits [B, T, V] in fp32 on the host."""
     logits: Tensor = model(**place(inputs, model), use_cache=False).logits
     return logits.float().cpu()
 
 
 def place(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """Inputs where the model is, in the type it computes in."""
+    """The inputs on the model's device, in the dtype it computes in."""
     weight = model.get_input_embeddings().weight
     return {name: _place(value, weight.dtype, weight.device) for name, value in inputs.items()}
 
 
 def check_modules(model: nn.Module, ignore: Sequence[str]) -> None:
-    """All seven linears of every decoder layer carry a quantization scheme, and no other module does."""
+    """Raise unless all seven linears of every decoder layer carry a quantization scheme, and no other module does."""
     decoder = find_decoder({name for name, _ in model.named_parameters()}, ignore)
     linears = {decoder.prefix + name for name in decoder.linears}
     quantized = quantized_modules(model)
@@ -82,7 +85,7 @@ def quantized_modules(model: nn.Module) -> set[str]:
 
 
 def _compare(got: Tensor, want: Tensor, relative: float, dtype: torch.dtype) -> tuple[float, int]:
-    """Largest difference and number of agreeing choices over states [S, V]; raises what is wrong with `got`."""
+    """Largest difference and number of agreeing choices over states [S, V]; raise where `got` is wrong."""
     if not bool(torch.isfinite(got).all()):
         raise OnPTQError("gives logits that are not finite")
     worst = (got - want).abs().max().item()
@@ -105,12 +108,12 @@ def _place(value: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
 
 
 def _real_positions(one: Mapping[str, Tensor]) -> Tensor:
-    """[B, T]; padding has no state, and its logits mean nothing."""
+    """The positions [B, T] that are no padding, whose logits mean nothing."""
     return one.get("attention_mask", torch.ones_like(one["input_ids"])).bool().cpu()
 
 
 def _tied(got: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:
-    """States where both choices have the same logit up to one rounding of the compute type: no decision to lose."""
+    """The states where both choices have the same logit up to one rounding of the compute dtype."""
     best = want.max(-1).values
     chosen = want.gather(-1, got.argmax(-1, keepdim=True)).squeeze(-1)
     return best - chosen <= torch.finfo(dtype).eps * best.abs()

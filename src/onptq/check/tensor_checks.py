@@ -1,4 +1,4 @@
-"""Defects of the tensors: missing ones, shapes that the config contradicts, scales that cannot be."""
+"""Checks of the tensors: missing ones, shapes that the config contradicts, values that cannot be."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from onptq.check.subject import Defect, Linear, Subject, some
+from onptq.check.findings import Finding, some
+from onptq.check.inspected import Inspected, Linear
+from onptq.check.layouts import WEIGHTS
+from onptq.checkpoint.folder import DTYPES
+from onptq.checkpoint.names import find_decoder
 from onptq.checkpoint.quantization import COMPRESSED, Group, Numbers
+from onptq.errors import OnPTQError
+from onptq.models.family import text_config
 
 SCALES = ("weight_scale", "weight_scale_inv", "weight_global_scale", "scales", "input_scale", "k_scale", "v_scale")
-WORD = 32
+FLOATS = {name for name, dtype in DTYPES.items() if dtype.is_floating_point}
+WORD = 32  # bits
 
 Shape = tuple[int, ...]
 
@@ -25,30 +32,29 @@ class Disagreement:
         return f"{self.tensor} is {self.stored}, expected {self.expected}"
 
 
-def check_missing(subject: Subject) -> Iterator[Defect]:
-    lost_shards = {shard.file.name for shard in subject.reading.shards if shard.unreadable is not None}
-    named = {name for name, file in (subject.reading.weight_map or {}).items() if file in lost_shards}
-    if named or not subject.reading.tensors:
-        return  # told by the shards already
-    for layout in subject.layouts.each:
+def check_missing(inspected: Inspected) -> Iterator[Finding]:
+    lost_shards = {shard.file.name for shard in inspected.checkpoint.shards if shard.unreadable is not None}
+    named = {name for name, file in (inspected.checkpoint.weight_map or {}).items() if file in lost_shards}
+    if named or not inspected.checkpoint.tensors:
+        return  # the findings on shards name them
+    for layout in inspected.layouts.each:
         if layout.converts:
             continue
         missing = sorted(set(layout.shapes) - set(layout.loads.values()) - set(layout.tied))
         if missing:
-            yield Defect(
+            yield Finding(
                 "missing-tensors",
                 f"{len(missing)} parameters of {layout.model_class} are in no shard: {some(missing)}",
-                "transformers fills them with random numbers and only warns: a tower that sees nothing, a head that "
-                "says anything.",
+                "transformers fills them with random numbers and only warns.",
             )
             return
 
 
-def check_shapes(subject: Subject) -> Iterator[Defect]:
-    wrong = [*_dense_shapes(subject), *_quantized_shapes(subject)]
+def check_shapes(inspected: Inspected) -> Iterator[Finding]:
+    wrong = [*_dense_shapes(inspected), *_quantized_shapes(inspected)]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        yield Defect(
+        yield Finding(
             "wrong-shapes",
             f"tensors disagree with config.json: {wrong[0]}{more}",
             "The checkpoint does not load, or loads with random numbers in their place. Config and weights come from "
@@ -56,52 +62,93 @@ def check_shapes(subject: Subject) -> Iterator[Defect]:
         )
 
 
-def check_scales(subject: Subject) -> Iterator[Defect]:
-    """Reads nothing but the scales, a small part of the file."""
+def check_layers(inspected: Inspected) -> Iterator[Finding]:
+    """Layers on disk that config.json does not count; layers that are not there are missing tensors."""
+    checkpoint, family = inspected.checkpoint, inspected.family
+    names = {f"{module}.weight" for module, stored in checkpoint.modules.items() if not WEIGHTS.isdisjoint(stored)}
+    layers = text_config(checkpoint.config).get("num_hidden_layers")
+    try:
+        decoder = find_decoder(names, (*family.ignore, *family.other_models) if family else ())
+    except OnPTQError:
+        return
+    if isinstance(layers, int) and decoder.layers > layers:
+        yield Finding(
+            "unused-layers",
+            f"there are {decoder.layers} layers, config.json says {layers}",
+            "Readers leave out the others. Config and weights come from different models.",
+        )
+
+
+def check_values(inspected: Inspected) -> Iterator[Finding]:
+    """Findings on scales, a small part of the files, and with `every_value` on all other floating-point tensors."""
     import torch
 
-    checkpoint = subject.reading
-    names = [name for name in checkpoint.readable if name.rpartition(".")[2] in SCALES]
+    checkpoint = inspected.checkpoint
     not_finite, zero = [], []
-    for name, scale in checkpoint.read(names):
-        values = scale.float()
+    for name, tensor in checkpoint.read(_read_values(inspected)):
+        values = tensor if tensor.element_size() > 1 else tensor.half()  # float8 has no isfinite
         if not bool(torch.isfinite(values).all()):
             not_finite.append(name)
-        elif not bool(values.all()):
+        elif _is_scale(name) and not bool(values.all()):
             zero.append(name)
-    if not_finite:
-        yield Defect(
+    scales = [name for name in not_finite if _is_scale(name)]
+    others = [name for name in not_finite if not _is_scale(name)]
+    if scales:
+        yield Finding(
             "scales-not-finite",
-            f"{len(not_finite)} scale tensors hold NaN or infinity: {some(not_finite)}",
-            "Every answer that passes through them is NaN. Quantize again; weights or calibration data had no numbers there.",
+            f"{len(scales)} scale tensors hold NaN or infinity: {some(scales)}",
+            "Every answer that passes through them is NaN. Quantize again; weights or calibration data were not finite.",
+        )
+    if others:
+        yield Finding(
+            "weights-not-finite",
+            f"{len(others)} tensors hold NaN or infinity: {some(others)}",
+            "Every answer that passes through them is NaN. Fetch or quantize the checkpoint again.",
         )
     if zero:
-        yield Defect(
+        yield Finding(
             "scales-zero",
             f"{len(zero)} scale tensors hold zeros: {some(zero)}",
-            "Whatever the codes say, these rows are zero; often scales that underflowed in float16.",
+            "These rows are zero, whatever the codes are; often scales that underflowed in float16.",
         )
 
 
-def check_stored_shapes(subject: Subject) -> Iterator[Defect]:
+def describe_values(inspected: Inspected) -> str:
+    names = _read_values(inspected)
+    scales = sum(map(_is_scale, names))
+    return f"{scales:,} scales and {len(names) - scales:,} other tensors, all finite"
+
+
+def _read_values(inspected: Inspected) -> list[str]:
+    """The tensors whose values are checked. Integers are always finite."""
+    readable = inspected.checkpoint.readable.items()
+    floats = (name for name, tensor in readable if tensor.dtype in FLOATS)
+    return [name for name in floats if inspected.every_value or _is_scale(name)]
+
+
+def _is_scale(name: str) -> bool:
+    return name.rpartition(".")[2] in SCALES
+
+
+def check_stored_shapes(inspected: Inspected) -> Iterator[Finding]:
     """A packed weight carries its own shape, as two numbers."""
-    checkpoint = subject.reading
-    linears = {f"{name}.weight_shape": linear for name, linear in subject.linears.items()}
+    checkpoint = inspected.checkpoint
+    linears = {f"{name}.weight_shape": linear for name, linear in inspected.linears.items()}
     wrong = [
         f"{name} says {shape.tolist()}, config.json {list(linears[name].shape)}"
         for name, shape in checkpoint.read(name for name in linears if name in checkpoint.readable)
         if tuple(shape.tolist()) != linears[name].shape
     ]
     if wrong:
-        yield Defect("wrong-weight-shape", some(wrong), "Readers unpack to the wrong shape, and fail or lose columns.")
+        yield Finding("wrong-weight-shape", some(wrong), "Readers unpack to the wrong shape, and fail or lose columns.")
 
 
-def _dense_shapes(subject: Subject) -> Iterator[Disagreement]:
-    quantized = subject.quantized_modules
+def _dense_shapes(inspected: Inspected) -> Iterator[Disagreement]:
+    quantized = inspected.quantized_modules
     seen = set()
-    for layout in subject.layouts.each:
+    for layout in inspected.layouts.each:
         for disk, run in layout.loads.items():
-            tensor = subject.reading.tensors.get(disk)
+            tensor = inspected.checkpoint.tensors.get(disk)
             packed = disk.endswith(".weight") and disk.removesuffix(".weight") in quantized
             if tensor is None or packed or disk in seen:
                 continue
@@ -110,11 +157,11 @@ def _dense_shapes(subject: Subject) -> Iterator[Disagreement]:
                 yield Disagreement(disk, str(list(tensor.shape)), str(list(layout.shapes[run])))
 
 
-def _quantized_shapes(subject: Subject) -> Iterator[Disagreement]:
-    stated = subject.quantization
+def _quantized_shapes(inspected: Inspected) -> Iterator[Disagreement]:
+    stated = inspected.quantization
     if stated is None or not stated.groups:
         return
-    for linear in subject.linears.values():
+    for linear in inspected.linears.values():
         kind = linear.storage
         if kind is None or len(linear.shape) != 2:
             continue

@@ -1,4 +1,4 @@
-"""A loaded model on trial: does it answer a question in every modality, and does it still agree with the dense one?"""
+"""Trials of a loaded model: one question per modality, and agreement of its logits with the dense model's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onptq.check.files import Check
+from onptq.check.findings import Check
 from onptq.check.probes import probe_prompt
 from onptq.check.reload import logits_of, place
 from onptq.models.family import TEXT
@@ -23,12 +23,19 @@ QUESTIONS = {
 TOKENS = 24
 STUCK = 8  # times the same token at the end of an answer
 SHOWN = 48  # characters of an answer
-# Of the embedded models, W4A6 by plain rounding lies above 0.9, and W2A16, which leaves nothing of them, at 0.1 to 0.15.
-UNRELATED = 0.25
+# Of the embedded models, W4A6 by RTN lies above 0.9, and W2A16 by RTN, which destroys them, at 0.1 to 0.15.
+UNRELATED = 0.25  # correlation below which a model is broken
+EXPLAINED = (
+    "The logits are of built-in probes: one question per modality, about a drawn image, a tone, or text alone. They are "
+    "compared at every text token of the question and of the dense model's answer. A check is ok where the correlation "
+    f"is at least {UNRELATED} and the models choose the same token more often than by chance: it finds broken checkpoints, "
+    "not small losses. A run's figures on held-out prompts differ: they are of the quantized model's own answers to prompts "
+    "like the calibration set, and count no token of a question, where choices are close and change most easily."
+)
 
 
 @dataclass(frozen=True)
-class Answered:
+class Answer:
     """A model's greedy answer to one question."""
 
     modality: str
@@ -50,10 +57,10 @@ class Answered:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Logits of two models at the same states: text tokens of a prompt and of the dense model's answer to it."""
+    """Logits of two models at the same states: the text tokens of a prompt and of the dense model's answer to it."""
 
     states: int
-    correlation: float  # of what changes from state to state; 0 for a model that says the same whatever it is asked
+    correlation: float  # of the changes from state to state; 0 for a model with the same logits at every state
     kl: float  # mean KL(dense || quantized), nats
     argmax: float  # share of states that choose the same token
     chance: float  # the share that would, were the choices shuffled
@@ -71,31 +78,31 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of one modality, as the model takes it."""
+    """The question of one modality, as the model takes it."""
 
     modality: str
     inputs: ModelInputs
 
 
 def questions(processor: PromptProcessor) -> list[Question]:
-    """One question per modality, each with its own made-up picture or sound; text last."""
-    asked = []
+    """One question per modality, each with its own generated image or audio; text last."""
+    probes = []
     for modality in (name for name in QUESTIONS if name in processor.family.modalities):
         prompt = probe_prompt(frozenset({modality}))
         media = [{"type": modality}] if modality != "text" else []
         content = [*media, {"type": "text", "text": QUESTIONS[modality]}]
         prompt = replace(prompt, id=f"a question about {modality}", messages=[{"role": "user", "content": content}])
-        asked.append(Question(modality, processor(prompt)))
-    return asked
+        probes.append(Question(modality, processor(prompt)))
+    return probes
 
 
-def ask(model: Any, asked: Sequence[Question], tokenizer: Any, eos: Sequence[int]) -> list[Answered]:
-    """Greedy, whatever the checkpoint's generation_config.json says about sampling."""
-    return [_answer(model, question, tokenizer, eos) for question in asked]
+def ask(model: Any, probes: Sequence[Question], tokenizer: Any, eos: Sequence[int]) -> list[Answer]:
+    """The model's answers, greedy whatever the checkpoint's generation_config.json has about sampling."""
+    return [_answer(model, question, tokenizer, eos) for question in probes]
 
 
 @torch.inference_mode()
-def _answer(model: Any, question: Question, tokenizer: Any, eos: Sequence[int]) -> Answered:
+def _answer(model: Any, question: Question, tokenizer: Any, eos: Sequence[int]) -> Answer:
     out = model.generate(
         **place(question.inputs.tensors, model),
         max_new_tokens=TOKENS,
@@ -110,13 +117,13 @@ def _answer(model: Any, question: Question, tokenizer: Any, eos: Sequence[int]) 
         output_logits=True,
     )
     finite = all(bool(torch.isfinite(logits).all()) for logits in out.logits)
-    said = out.sequences[0, question.inputs.length :].tolist()
-    kept = tuple(said[: next((at for at, token in enumerate(said) if token in eos), len(said))])
-    return Answered(question.modality, kept, tokenizer.decode(kept, skip_special_tokens=True), finite)
+    emitted = out.sequences[0, question.inputs.length :].tolist()
+    tokens = tuple(emitted[: next((at for at, token in enumerate(emitted) if token in eos), len(emitted))])
+    return Answer(question.modality, tokens, tokenizer.decode(tokens, skip_special_tokens=True), finite)
 
 
-def judge_answers(answers: Sequence[Answered], dense: Sequence[Answered] = ()) -> list[Check]:
-    """What the dense model does too is not held against the quantized one, unless it is NaN."""
+def judge_answers(answers: Sequence[Answer], dense: Sequence[Answer] = ()) -> list[Check]:
+    """A check per answer. A fault of the dense model excuses the same of the quantized one; NaN excuses nothing."""
     excused = {one.modality for one in dense if one.fault is not None and one.finite}
     checks = []
     for one in answers:
@@ -131,7 +138,7 @@ def judge_answers(answers: Sequence[Answered], dense: Sequence[Answered] = ()) -
 
 
 def teacher_forced(model: Any, inputs: ModelInputs, answer: Sequence[int]) -> Tensor:
-    """Logits [states, V] at the text tokens of a prompt and of the answer that is put into the model's mouth."""
+    """Logits [states, V] at the text tokens of a prompt and of the answer that is fed to the model."""
     added = torch.tensor([list(answer)], dtype=torch.long)
     tensors = dict(inputs.tensors)
     tensors["input_ids"] = torch.cat([tensors["input_ids"], added], dim=1)
@@ -143,7 +150,7 @@ def teacher_forced(model: Any, inputs: ModelInputs, answer: Sequence[int]) -> Te
 
 
 def check_logits(modality: str, logits: Tensor) -> Check:
-    """Of the model alone: finite, not flat, and not the same at every state."""
+    """The check of the model alone: logits are finite, not flat, and not the same at every state."""
     name = f"logits: {modality}"
     if not bool(torch.isfinite(logits).all()):
         return Check(
@@ -157,20 +164,20 @@ def check_logits(modality: str, logits: Tensor) -> Check:
 
 
 def compare_logits(modality: str, dense: Tensor, logits: Tensor) -> tuple[Check, Agreement | None]:
-    """As `check_logits`, and against the dense model's."""
+    """The same check, and the agreement with the dense model's logits."""
     alone = check_logits(modality, logits)
     if not alone.passed:
         return alone, None
     if dense.shape != logits.shape:
         seen = f"{list(logits.shape)} against the dense model's {list(dense.shape)}"
         return Check(alone.name, False, seen), None
-    found = agreement(dense, logits)
-    seen = f"unrelated to the dense model's: {found}" if found.broken else str(found)
-    return Check(alone.name, not found.broken, seen), found
+    agreed = agreement(dense, logits)
+    seen = f"unrelated to the dense model's: {agreed}" if agreed.broken else str(agreed)
+    return Check(alone.name, not agreed.broken, seen), agreed
 
 
 def agreement(dense: Tensor, quantized: Tensor) -> Agreement:
-    """Over states [S, V]."""
+    """The agreement over states [S, V]."""
     first, second = (logits - logits.mean(-1, keepdim=True) for logits in (dense.double(), quantized.double()))
     moving = [each - each.mean(0) for each in (first, second)]
     norm = (moving[0].square().sum() * moving[1].square().sum()).sqrt()

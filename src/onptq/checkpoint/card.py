@@ -1,184 +1,261 @@
-"""README.md of an exported checkpoint: what it is, how it was made, what was measured, who runs it how, and its limits."""
+"""README.md of an exported checkpoint: how to use it, what was quantized, how it was made, what was measured."""
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from onptq import __version__
-from onptq.checkpoint.card_tables import Results, measured, not_measured
-from onptq.checkpoint.serving_text import serving_section
-from onptq.data.calibration import Prompts
-from onptq.data.manifest import manifest_digest
-from onptq.data.prompts import Prompt
+from onptq.checkpoint.provenance import (
+    BaseModel,
+    Calibration,
+    Estimate,
+    Provenance,
+    Results,
+    Update,
+    find_base,
+    read_front_matter,
+)
+from onptq.checkpoint.serving import HOPPER, VLLM, recommended, serve_command, serving
 from onptq.errors import OnPTQError
 from onptq.models import family_of
+from onptq.models.family import Family
 from onptq.schemes import Scheme
+from onptq.version import __version__
 
 FOLDER = "path/to/this/folder"
 TAKEN_OVER = ("license", "license_name", "license_link", "language", "pipeline_tag")  # from the source's own card
-METHODS = {
-    "onptq": "On-policy calibration: the quantized model answers the calibration prompts itself, the states where it decides "
-    "otherwise than the source are found and weighted, and smoothing and step sizes are fitted to them.",
-    "static": "Calibration on fixed prompts: smoothing and step sizes are fitted to the source's activations, all states alike.",
-    "rtn": "Plain rounding to the nearest value; nothing was calibrated.",
-}
+TEXT_LIMIT = 200  # characters of a field that is taken over
 
+_IMAGE_EXAMPLE = """\
+import transformers
 
-@dataclass(frozen=True)
-class Calibration:
-    """What a checkpoint was calibrated with, in a few words."""
+folder = "{folder}"
+processor = transformers.AutoProcessor.from_pretrained(folder)  # needs torchvision
+model = transformers.{model_class}.from_pretrained(
+    folder, dtype="auto", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
+)
+question = [{{"type": "image", "path": "image.png"}}, {{"type": "text", "text": "What is in this image?"}}]
+inputs = processor.apply_chat_template(
+    [{{"role": "user", "content": question}}],
+    add_generation_prompt=True,
+    tokenize=True,
+    return_dict=True,
+    return_tensors="pt",
+).to(model.device, model.dtype)
+output = model.generate(**inputs, max_new_tokens=128)
+print(processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])"""
 
-    prompts: int
-    holdout: int
-    mix: Mapping[str, int]  # calibration prompts by what they hold, e.g. "image and text": 100
-    sha256: str  # of calibration and held-out prompts with their media, as in the run's recipe.yaml
+_TEXT_EXAMPLE = """\
+import transformers
 
-    @classmethod
-    def of(cls, prompts: Prompts) -> Calibration | None:
-        if not prompts.calibration:
-            return None
-        mix = Counter(map(_contents, prompts.calibration))
-        digest = manifest_digest(prompts.every)
-        return cls(len(prompts.calibration), len(prompts.holdout), dict(mix.most_common()), digest)
+folder = "{folder}"
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+model = transformers.{model_class}.from_pretrained(
+    folder, dtype="auto", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
+)
+inputs = tokenizer.apply_chat_template(
+    [{{"role": "user", "content": "Which color is the sky?"}}],
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
+).to(model.device)
+output = model.generate(**inputs, max_new_tokens=128)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
 def write_card(
     source: Path,
     config: Mapping[str, Any],
     scheme: Scheme,
-    method: str | None,
-    calibration: Calibration | None = None,
+    provenance: Provenance | None = None,
     results: Results | None = None,
     name: str | None = None,
 ) -> str:
-    """`config` is the source's; `name` what its user calls it, where the folder's own name says less."""
-    base = base_model(source, name)
-    front = yaml.safe_dump(_front_matter(base, source, config, scheme), sort_keys=False, allow_unicode=True)
+    """The card's text. `config` is the source's; `name` is what its user calls it."""
+    base, family = find_base(source, name), _family(config)
+    front = yaml.safe_dump(_front_matter(base, source, config, family, scheme), sort_keys=False, allow_unicode=True)
     sections = [
-        f"# {base.rsplit('/')[-1]} in {scheme}\n\n{_describe(base, scheme)}",
-        f"## Load in transformers\n\n{_loading(config, scheme)}",
-        f"## Serve\n\n{serving_section(scheme, config, FOLDER)}",
-        f"## How it was made\n\n{_making(method, calibration)}",
-        f"## Measured\n\n{measured(results)}",
-        f"## Limits\n\n{_limits(scheme, results)}",
+        f"# {escaped(base.name.rpartition('/')[2])} in {scheme}\n\n{_describe(base, scheme)}",
+        f"## Use it\n\n{_transformers(family, scheme)}\n\n{_vllm(scheme, config)}",
+        f"## How it was made\n\n{_making(provenance)}",
+        f"## Results\n\n{_results(results)}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def base_model(source: Path, name: str | None = None) -> str:
-    """Hub id, catalog name, or the folder's own name; never a path of this machine."""
-    if name is not None and (name.startswith(("zoo:", "real:")) or (name.count("/") == 1 and not Path(name).exists())):
-        return name
-    folder = source.absolute()
-    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):  # a hub cache
-        return folder.parents[1].name.removeprefix("models--").replace("--", "/")
-    return folder.name
+def escaped(text: str) -> str:
+    """A text as Markdown that shows just this text, on one line."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    return re.sub(r"([\\`*_{}()\[\]<>&|#!~$:@])", r"\\\1", " ".join(line.split()))
 
 
-def _front_matter(base: str, source: Path, config: Mapping[str, Any], scheme: Scheme) -> dict[str, Any]:
-    own = _source_front_matter(source)
-    taken = {key: own[key] for key in TAKEN_OVER if own.get(key)}
-    if isinstance(config.get("license"), str):
+def _family(config: Mapping[str, Any]) -> Family | None:
+    try:
+        return family_of(config)
+    except OnPTQError:
+        return None
+
+
+def _front_matter(
+    base: BaseModel, source: Path, config: Mapping[str, Any], family: Family | None, scheme: Scheme
+) -> dict[str, Any]:
+    taken = {key: value for key, value in read_front_matter(source).items() if key in TAKEN_OVER and _is_plain(value)}
+    if _is_plain(config.get("license")):
         taken.setdefault("license", config["license"])
+    named: dict[str, Any] = {}
+    if base.hub_id is not None:
+        named = {"base_model": base.hub_id, "base_model_relation": "quantized"}
+    elif base.stated is not None:
+        named = {"base_model": base.stated}
     return {
-        "base_model": base,
-        "base_model_relation": "quantized",
+        **named,
         "library_name": "transformers",
-        "pipeline_tag": _pipeline(config),
+        "pipeline_tag": _pipeline(family),
         **taken,
         "tags": ["onptq", "compressed-tensors", "quantized", str(scheme)],
         "quantized_by": "onptq",
     }
 
 
-def _source_front_matter(source: Path) -> dict[str, Any]:
-    try:
-        _, front, _ = (source / "README.md").read_text(encoding="utf-8").split("---\n", 2)
-        content = yaml.safe_load(front)
-    except (OSError, ValueError, yaml.YAMLError):  # no card, or one without a readable front matter: nothing is stated
-        return {}
-    return content if isinstance(content, dict) else {}
+def _is_plain(value: Any) -> bool:
+    """Whether a field is a short text, or a list of them."""
+    texts = value if isinstance(value, list) else [value]
+    short = all(isinstance(text, str) and text.isprintable() and len(text) <= TEXT_LIMIT for text in texts)
+    return short and 0 < len(texts) <= TEXT_LIMIT and bool(texts[0])
 
 
-def _pipeline(config: Mapping[str, Any]) -> str:
-    try:
-        modalities = family_of(config).modalities
-    except OnPTQError:
-        return "text-generation"
+def _pipeline(family: Family | None) -> str:
+    modalities = family.modalities if family else ()
     return (
         "any-to-any" if "audio" in modalities else "image-text-to-text" if "image" in modalities else "text-generation"
     )
 
 
-def _describe(base: str, scheme: Scheme) -> str:
-    weights = "as they were"
+def _describe(base: BaseModel, scheme: Scheme) -> str:
+    weights = "not quantized"
     if scheme.quantizes_weights:
         span = f"{scheme.group_size} input columns of an output row" if scheme.group_size else "output row"
         kind = "symmetric" if scheme.symmetric else "asymmetric"
-        weights = f"{scheme.weight_bits}-bit integers, {kind}, one step per {span}"
+        weights = f"{scheme.weight_bits}-bit integers, {kind}, one scale per {span}"
     activations = "not quantized"
     if scheme.quantizes_activations:
-        activations = f"{scheme.activation_bits}-bit integers, symmetric, one dynamic step per token"
-    linked = f"[{base}](https://huggingface.co/{base})" if base.count("/") == 1 else f"`{base}`"
+        activations = f"{scheme.activation_bits}-bit integers, symmetric, one dynamic scale per token"
+    named = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else escaped(base.name)
+    if base.stated:
+        named += f" (whose card names [{base.stated}](https://huggingface.co/{base.stated}) as its base model)"
     return (
-        f"{linked} with the linears of its language model quantized by OnPTQ, in the compressed-tensors format.\n\n"
+        f"{named} with the linears of its language model quantized by OnPTQ, in the compressed-tensors format.\n\n"
         f"- Weights: {weights}.\n- Activations: {activations}.\n"
-        "- Embeddings, lm_head, norms, the KV cache and any vision or audio tower keep the precision of the source."
+        "- The norms inside the decoder layers take up smoothing factors. They are stored in the dtype of the scales.\n"
+        "- Embeddings, lm_head and any vision or audio tower are copied from the source. The KV cache is not quantized."
     )
 
 
-def _loading(config: Mapping[str, Any], scheme: Scheme) -> str:
+def _transformers(family: Family | None, scheme: Scheme) -> str:
+    example = _IMAGE_EXAMPLE if family is not None and "image" in family.modalities else _TEXT_EXAMPLE
+    model_class = family.model_class if family is not None else "AutoModelForCausalLM"
     activations = "quantizes activations on the way" if scheme.quantizes_activations else "leaves activations alone"
-    return f"""```python
-import transformers
-
-model = transformers.{_loader(config)}.from_pretrained(
-    "{FOLDER}",
-    dtype="auto",
-    quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
-)
-```
-
-transformers needs the `compressed-tensors` package. It dequantizes the weights when it loads them and {activations}: an exact
-simulation of the scheme, no faster and no smaller in memory than the source."""
+    torchvision = " and `torchvision`" if example is _IMAGE_EXAMPLE else ""
+    return (
+        f"```python\n{example.format(folder=FOLDER, model_class=model_class)}\n```\n\n"
+        f"transformers needs the packages `compressed-tensors`{torchvision}. It dequantizes the weights when it loads them "
+        f"and {activations}: an exact simulation of the scheme, no faster and no smaller in memory than the source."
+    )
 
 
-def _loader(config: Mapping[str, Any]) -> str:
-    if "thinker_config" in config:  # full Omni checkpoints name an architecture that transformers does not have
-        speaks = config.get("enable_audio_output", True)
-        return "Qwen2_5OmniForConditionalGeneration" if speaks else "Qwen2_5OmniThinkerForConditionalGeneration"
-    return str(next(iter(config.get("architectures") or ()), "AutoModelForCausalLM"))
+def _vllm(scheme: Scheme, config: Mapping[str, Any]) -> str:
+    """The one command that serves the scheme on a recent GPU."""
+    best = recommended(scheme)
+    if best is None:
+        return f"Simulation only: no server is known to run {scheme}."
+    if config.get("model_type") == "qwen2_5_omni_thinker":
+        return "vLLM takes full Omni checkpoints only; this one holds an Omni model's thinker alone."
+    default = next(row for row in serving(scheme) if row.server == VLLM and row.hardware == HOPPER)
+    command = serve_command(FOLDER, best.switch)
+    facts = [f"With {VLLM} or later on a GPU such as {HOPPER}, this multiplies {best.computes}."]
+    if best.verdict != "serves":
+        facts = [f"Whether {VLLM} runs {scheme} was not seen: {best.note}."]
+    elif best.switch and default.verdict == "differs":
+        facts.append(f"Without `{best.switch}` the server answers too, but multiplies {default.computes}.")
+    facts.append("`onptq plan` lists other hardware; the page *Serving* of OnPTQ's documentation has tuned settings.")
+    return f"```bash\n{command}\n```\n\n" + " ".join(facts)
 
 
-def _making(method: str | None, calibration: Calibration | None) -> str:
-    how = METHODS.get(method or "", "")
-    said = f"OnPTQ {__version__}, method `{method}`. {how}".rstrip() if method else f"OnPTQ {__version__}."
-    if calibration is None or method == "rtn":
-        return f"{said} No calibration data."
+def _making(provenance: Provenance | None) -> str:
+    if provenance is None:
+        return f"OnPTQ {__version__}."
+    method = f"OnPTQ {__version__}, method {escaped(provenance.method)}."
+    if not provenance.updates:
+        if provenance.init == "rtn":
+            return f"{method} Rounding to nearest (RTN) with full-range scales. No calibration data."
+        facts = f"The base method {escaped(provenance.init)} made the weights. No on-policy calibration followed."
+    else:
+        facts = f"Init by the base method {escaped(provenance.init)}, then {_updates(provenance)}"
+    return f"{method} {facts}\n\n{_calibration(provenance.calibration)}"
+
+
+def _updates(provenance: Provenance) -> str:
+    fitted = "smoothing, scales and codes" if provenance.learns_codes else "smoothing and scales"
+    if provenance.rule is None:
+        how = f"static calibration: {fitted} are fitted on the prompts alone, not on the model's own answers."
+    else:
+        states = "all states alike" if provenance.rule == "all" else f"states selected by {escaped(provenance.rule)}"
+        kind, model = ("off-policy", "source") if provenance.off_policy else ("on-policy", "quantized model")
+        how = (
+            f"{kind} calibration: the {model} answers the calibration prompts itself, and "
+            f"{fitted} are fitted to the source's decisions along these answers ({states})."
+        )
+    steps = sum(update.steps for update in provenance.updates)
+    if provenance.init_exported:
+        unmoved = all(update.best_step == 0 for update in provenance.updates)
+        why = f"none of {steps} steps was better" if unmoved else "on held-out prompts calibration did not help"
+        return f"{how}\n\n**The init was kept: {why}.** The weights are those of {escaped(provenance.init)}."
+    rounds = "; ".join(f"round {number}: {_update(one)}" for number, one in enumerate(provenance.updates, 1))
+    return f"{how}\n\nIterate kept, {rounds}."
+
+
+def _update(update: Update) -> str:
+    return (
+        f"step {update.best_step} of {update.steps}" if update.best_step else f"its init, none of {update.steps} steps"
+    )
+
+
+def _calibration(calibration: Calibration | None) -> str:
+    if calibration is None:
+        return "No calibration data."
     mix = ", ".join(f"{count} with {kind}" for kind, count in calibration.mix.items())
     held_out = f" {calibration.holdout} more were held out." if calibration.holdout else " None were held out."
     return (
-        f"{said}\n\nCalibration data: {calibration.prompts} prompts ({mix}).{held_out} SHA-256 over all prompts and their media: "
+        f"Calibration set: {calibration.prompts} prompts ({mix}).{held_out} SHA-256 over all prompts and their media: "
         f"`{calibration.sha256}`."
     )
 
 
-def _limits(scheme: Scheme, results: Results | None) -> str:
-    limits = [not_measured(results)]
-    if scheme.simulated:
-        limits.append(
-            f"Simulation only: no serving kernel is known to run {scheme}. Load it in transformers to measure its accuracy."
-        )
-    limits.append("Quantization can change single answers even where averages stay the same: compare on your own data.")
-    return "\n".join(f"- {limit}" for limit in limits)
+def _results(results: Results | None) -> str:
+    unmeasured = "Not measured: accuracy on any task, speed, memory in use, safety."
+    limit = "Single answers can change even where averages do not: compare on your own data."
+    if results is None:
+        return f"Nothing was measured in the run that made it. {limit}"
+    columns = list(dict.fromkeys(name for figures in results.rows.values() for name in figures))
+    lines = [f"| | {' | '.join(map(escaped, columns))} |", f"|---|{'---:|' * len(columns)}"]
+    for model, figures in results.rows.items():
+        lines.append(f"| {escaped(model)} | {' | '.join(_figure(figures.get(name)) for name in columns)} |")
+    explained = (
+        "mismatch, KL (nats): next-token decisions and distributions against the source, on each model's own answers to "
+        f"{results.held_out} ({results.states:,} states). In brackets: {results.confidence:.0%} bootstrap intervals over "
+        "prompts."
+    )
+    return "\n".join(lines) + f"\n\n{explained}\n\n{unmeasured} {limit}"
 
 
-def _contents(prompt: Prompt) -> str:
-    kinds = [name for name, media in (("image", prompt.images), ("audio", prompt.audios)) if media]
-    return " and ".join([", ".join(kinds), "text"]) if kinds else "text only"
+def _figure(estimate: Estimate | None) -> str:
+    if estimate is None or estimate.value is None:
+        return "-"
+    digits = 1 if estimate.value >= 1 or estimate.value == 0 else 4
+    if estimate.low is None:
+        return f"{estimate.value:.{digits}f}"
+    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"

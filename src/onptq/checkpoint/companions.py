@@ -1,4 +1,7 @@
-"""The output folder: written aside and moved into place, config.json last, so a killed export never looks complete."""
+"""The output folder and the files beside the weights.
+
+A checkpoint is written aside and moved into place, config.json last, so a killed export never looks complete.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from onptq.errors import OnPTQError
 from onptq.files import sync
 
 STAGE = ".onptq-export"  # inside the output folder, so that moving is renaming on one file system
-RUN = "onptq"  # the run's own records live beside the checkpoint and are never touched
+RUN = "onptq"  # where runs of contract 1 have their records, which are never touched
 STAGED_CONFIG = CONFIG + ".staged"  # under its own name even the staging folder would look like a checkpoint
 
 _WEIGHTS = {".safetensors", ".bin", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite"}
 _REWRITTEN = {CONFIG, STAGED_CONFIG, "README.md"}  # the source's card is about other weights; ours names and links it
 _TRAINING = {"optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json", "runs", "log.jsonl", "outliers.json"}
 _NOT_COPIED = {RUN, STAGE, *_REWRITTEN, *_TRAINING, "original", ".git", ".cache", "__pycache__"}
-_PROMPTS, _MEDIA = "prompts.jsonl", "media"  # what an embedded model is tried with lies beside it, and is no part of it
+_PROMPTS, _MEDIA = "prompts.jsonl", "media"  # prompts beside an embedded model are no part of it
 
 
 @contextmanager
@@ -42,7 +45,7 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
 
 @contextmanager
 def reported(out: Path, needed: int) -> Iterator[None]:
-    """Turns a failed write into a message that says how much room the checkpoint wants and how much there is."""
+    """Turn a failed write into an error that says how many bytes the checkpoint needs and how many are free."""
     try:
         yield
     except OSError as error:
@@ -53,7 +56,10 @@ def reported(out: Path, needed: int) -> Iterator[None]:
 
 def companions(source: Path) -> list[Path]:
     """The files, relative to the folder, that a checkpoint has beside weights and config: tokenizer, processor, chat
-    template, speakers, license. Not what it was trained with, nor other weights, in whatever folder they are."""
+    template, speakers, license. Training records and other weights are left out, in whatever folder they are.
+
+    Only regular files and links to them; links to folders are not followed.
+    """
     left_out = _NOT_COPIED | ({_PROMPTS, _MEDIA} if (source / _PROMPTS).is_file() else set())
     files = []
     for path in sorted(source.iterdir()):
@@ -66,16 +72,29 @@ def companions(source: Path) -> list[Path]:
 def check_links(source: Path, *more: Path) -> None:
     """Refuse links that would carry files from elsewhere into a copy: companions, and the files in `more`."""
     for path in (*(source / name for name in companions(source)), *more):
-        target = path.resolve()
-        if not any(target.is_relative_to(folder) for folder in _homes(source)):
+        if not lies_inside(source, path):
             raise OnPTQError(
-                f"{path} is a link to {target}, outside the model folder: its content would be copied into the "
+                f"{path} is a link to {path.resolve()}, outside the model folder: its content would be copied into the "
                 "checkpoint; replace the link by the file, or delete it"
             )
 
 
+def lies_inside(source: Path, path: Path) -> bool:
+    """Whether a file is the model's own, links followed: in its folder or, in a hub cache, among the model's blobs."""
+    folder, target = source.resolve(), path.resolve()
+    homes = (folder, folder.parents[1] / "blobs") if cached_hub_id(folder) else (folder,)
+    return any(target.is_relative_to(home) for home in homes)
+
+
+def cached_hub_id(folder: Path) -> str | None:
+    """The hub id of a snapshot in a hub cache; None for any other folder."""
+    folder = folder.absolute()
+    cached = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
+    return folder.parents[1].name.removeprefix("models--").replace("--", "/") if cached else None
+
+
 def copy_companions(source: Path, stage: Path) -> None:
-    """As bytes: some of them are pickles, which nobody here opens. Only links within the model are followed."""
+    """Copy the bytes of all companions, pickles unopened. Only links within the model are followed."""
     check_links(source)
     for path in companions(source):
         (stage / path).parent.mkdir(parents=True, exist_ok=True)
@@ -90,15 +109,8 @@ def write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _homes(source: Path) -> list[Path]:
-    """Where a model's files may lie: its folder and, in a hub cache, the blobs that its snapshots link to."""
-    folder = source.resolve()
-    cached = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
-    return [folder, *([folder.parents[1] / "blobs"] if cached else [])]
-
-
 def _publish(stage: Path, out: Path) -> None:
-    """From the first line to the last the folder has no config.json, which is what every reader looks for."""
+    """Move the staged files into place. Until the last line there is no config.json, which every reader looks for."""
     for path in stage.rglob("*"):
         sync(path)
     (out / CONFIG).unlink(missing_ok=True)

@@ -54,7 +54,7 @@ BITS = {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()} | {
     "U64": 64,
     "C64": 64,
 }
-# The last component of a tensor's name, for all formats that are told apart.
+# The last component of a tensor's name, in every supported format.
 _PARAMETERS = (
     *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("weight_global_scale", "input_global_scale", "input_scale", "input_zero_point", "output_scale"),

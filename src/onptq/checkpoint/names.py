@@ -1,4 +1,4 @@
-"""Where the language model is among the tensors of a checkpoint, and what shapes config.json gives to its linears."""
+"""The language model among the tensors of a checkpoint: its names, its dtype, and the shapes that config.json gives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onptq.checkpoint.folder import StoredTensor
+from onptq.checkpoint.folder import DENSE, Checkpoint, StoredTensor
 from onptq.errors import OnPTQError
 from onptq.models import structure
 from onptq.models.family import text_config
@@ -51,22 +51,37 @@ def find_decoder(names: Collection[str], excluded: Sequence[str]) -> Decoder:
         candidates = ", ".join(f"{prefix}layers.*" for prefix in sorted(complete or stacks)) or "none"
         count = "more than one language model" if complete else "no language model"
         raise OnPTQError(
-            f"{count} found among the tensors: expected exactly one stack of layers 0..n whose every layer has "
+            f"{count} among the tensors: expected exactly one stack of layers 0..n whose every layer has "
             f"{', '.join(LINEARS)}; candidates: {candidates}"
         )
     prefix, layers = complete.popitem()
     return Decoder(prefix, len(layers))
 
 
+def storage_dtype(checkpoint: Checkpoint, decoder: Decoder) -> str:
+    """The dtype, by safetensors' name, that all linears of the decoder are stored in. Refuse a mixture and integers."""
+    keys = (f"{decoder.prefix}{name}.weight" for name in decoder.linears)
+    examples: dict[str, str] = {}
+    for key in keys:
+        examples.setdefault(checkpoint.tensors[key].dtype, key)
+    if len(examples) > 1 or not examples.keys() <= set(DENSE):
+        stored = " and ".join(f"{dtype} ({key})" for dtype, key in sorted(examples.items()))
+        raise OnPTQError(
+            f"{checkpoint.folder}: the linears of the language model are stored as {stored}; expected a dense checkpoint "
+            f"with all of them in one of {', '.join(DENSE)}"
+        )
+    return next(iter(examples))
+
+
 def matches(name: str, pattern: str) -> bool:
-    """As compressed-tensors matches its ignore list; a plain pattern also covers everything below it."""
+    """Whether compressed-tensors finds `name` in an ignore list; a plain pattern also covers everything below it."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
     return name == pattern or name.startswith(pattern.rstrip(".") + ".")
 
 
 def disagreements(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], decoder: Decoder) -> list[str]:
-    """Every dense tensor of the decoder whose shape is not the one that config.json gives, in words."""
+    """A sentence on every dense tensor of the decoder whose shape is not the one that config.json gives."""
     text = text_config(config)
     if any(not isinstance(text.get(name), int) or text[name] < 1 for name in _SIZES):
         return []

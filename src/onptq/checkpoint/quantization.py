@@ -1,4 +1,4 @@
-"""What a quantization_config says, in one form for all makers, and how the weights of a module are stored."""
+"""A quantization_config in one form for all makers, and how the weights of a module are stored."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _grouped(bits: int, size: Any, *, symmetric: bool) -> Numbers:
 
 
 def _names(section: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is left alone, under the names that the makers give to that list."""
+    """The modules that are not quantized, under the names that the makers give to that list."""
     listed: Iterable[Any] = next(
         (section[key] for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules") if section.get(key)), ()
     )

@@ -124,7 +124,7 @@ _W8A8 = (
         "CutlassInt8",
         "nothing",
         "documented",
-        note="chosen at load, but int8 products are not supported from compute capability 10.0 on",
+        note="chosen at load, but int8 GEMMs are not supported from compute capability 10.0 on",
     ),
     _vllm(CPU, "serves", "CPUInt8ScaledMM", "int8 x int8", "run"),
 )
@@ -137,19 +137,6 @@ _W8A16 = (
     _vllm(CPU, "refuses", None, "nothing", "run", note="no kernel for 8-bit weights with 16-bit activations"),
 )
 
-# What served shapes of 7B parameters fastest on an H200, and by how much in two runs or three; forwards are padded to a size of
-# which there is a graph.
-FASTEST_ENVIRONMENT = "VLLM_USE_V2_MODEL_RUNNER=0"
-FASTEST = (
-    f"{HUMMING} --block-size 128",
-    """--compilation-config '{"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2048]}'""",
-)
-FASTEST_GAIN: Mapping[tuple[int, int], str] = {
-    (4, 8): "prompts of 2,048 tokens one right after another were taken in 1.84x to 1.86x as fast as by FP16, "
-    "with decoding between them 1.72x to 1.75x (bfloat16: 1.72x and 1.66x), and tokens were decoded 1.69x as fast",
-    (4, 16): "tokens were decoded 2.01x and 2.05x as fast as by FP16",
-}
-
 TABLE: Mapping[tuple[int, int], tuple[Served, ...]] = {
     (4, 16): _W4A16,
     (4, 8): _W4A8,
@@ -157,7 +144,7 @@ TABLE: Mapping[tuple[int, int], tuple[Served, ...]] = {
     (8, 16): _W8A16,
 }
 
-# Group sizes each kernel lists, beside one step per row; even ones are all that the CPU's asks for.
+# Group sizes each kernel lists, beside one scale per row. The CPU's kernel takes any even size.
 GROUPS = {"Marlin": (32, 64, 128), "Machete": (64, 128)}
 ZERO_POINT_BITS = {"Marlin": (4,), "Machete": (4, 8), "CPUWNA16": (4,)}
 
@@ -168,6 +155,18 @@ def serving(scheme: Scheme) -> list[Served]:
         return [_simulation(), _unserved(scheme)]
     rows = TABLE[scheme.weight_bits, scheme.activation_bits]
     return [_simulation(), *(_fitted(row, scheme) for row in rows)]
+
+
+def recommended(scheme: Scheme) -> Served | None:
+    """The best known way to serve the scheme with vLLM on a recent GPU; None where only a simulation exists."""
+    if scheme.simulated:
+        return None
+    rows = [row for row in serving(scheme) if row.server == VLLM and row.hardware == HOPPER]
+    return next((row for row in rows if row.verdict == "serves"), rows[0])
+
+
+def serve_command(folder: str, switch: str | None) -> str:
+    return " ".join(("vllm serve", folder, *((switch,) if switch else ())))
 
 
 def _simulation() -> Served:
@@ -184,7 +183,7 @@ def _unserved(scheme: Scheme) -> Served:
 
 
 def _fitted(row: Served, scheme: Scheme) -> Served:
-    """What is known of one symmetric step per row, for groups and zero points: only what the kernel's own lists say."""
+    """A row of one symmetric scale per row, for groups and zero points: only what the kernel's own lists say."""
     if scheme.group_size is None and scheme.symmetric:
         return row
     kernel = row.kernel or ""

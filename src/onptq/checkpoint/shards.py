@@ -1,4 +1,4 @@
-"""safetensors files written tensor by tensor: what was added is on disk, and the host holds next to nothing of it."""
+"""safetensors files written tensor by tensor: the host holds one tensor at a time."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def header_room(names: Iterable[str]) -> int:
 
 
 class ShardWriter:
-    """Appends every tensor to the current shard, and begins another when the next one would not fit.
+    """Append every tensor to the current shard, and begin another when the next one would not fit.
 
-    A header stands in front of the data and is known last. Room for it is left free and filled up with blanks, which
-    the format allows.
+    A header stands in front of the data and is complete last. Bytes are reserved for it and filled up with blanks,
+    which the format allows.
     """
 
     def __init__(self, stage: Path, room: int, limit: int = MAX_SHARD_BYTES) -> None:
@@ -54,7 +54,7 @@ class ShardWriter:
             self._write(name, tensor)
 
     def close(self) -> None:
-        """Gives the shards their final names, which say how many there are, and writes the index."""
+        """Give the shards their final names, which hold their number, and write the index."""
         self._finish()
         count = len(self.shards)
         names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE]

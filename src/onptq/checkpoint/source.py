@@ -14,9 +14,9 @@ import torch
 
 from onptq.checkpoint.catalogs import did_you_mean, is_cataloged, locate
 from onptq.checkpoint.companions import check_links
-from onptq.checkpoint.folder import DENSE, Checkpoint, read_folder, read_json
 from onptq.checkpoint.folder import DTYPES as STORED
-from onptq.checkpoint.names import find_decoder
+from onptq.checkpoint.folder import Checkpoint, read_folder, read_json
+from onptq.checkpoint.names import find_decoder, storage_dtype
 from onptq.errors import OnPTQError
 from onptq.models import family_of
 from onptq.models.family import Family, text_config
@@ -49,11 +49,11 @@ class Source:
 
     @property
     def files(self) -> list[Path]:
-        """Everything that decides what the model computes: weights, settings, tokenizer and chat template."""
+        """The files that decide what the model computes: weights, settings, tokenizer and chat template."""
         return sorted(path for pattern in HASHED for path in self.folder.glob(pattern) if path.is_file())
 
     def sha256(self, advance: Callable[[int], None] = lambda files: None) -> str:
-        """Of all files, part by part, so that a large shard keeps every core busy."""
+        """The hash over all files, taken part by part, so that a large shard keeps every core busy."""
         digest = hashlib.sha256()
         sizes = {path: max(1, path.stat().st_size) for path in self.files}
         parts = [(path, start) for path, size in sizes.items() for start in range(0, size, PART)]
@@ -77,15 +77,9 @@ class Source:
 
     def storage(self) -> torch.dtype:
         """The dtype of the language model's linears on disk, which folded gains and scales are rounded to."""
-        tensors = self.checkpoint.require_whole().tensors
-        decoder = find_decoder(tensors, (*self.family.ignore, *self.family.other_models))
-        stored = sorted({tensors[f"{decoder.prefix}{name}.weight"].dtype for name in decoder.linears})
-        if len(stored) > 1 or stored[0] not in DENSE:
-            raise OnPTQError(
-                f"{self.folder}: the linears of the language model are stored as {' and '.join(stored)}; expected one "
-                f"of {', '.join(DENSE)}"
-            )
-        return STORED[stored[0]]
+        checkpoint = self.checkpoint.require_whole()
+        decoder = find_decoder(checkpoint.tensors, (*self.family.ignore, *self.family.other_models))
+        return STORED[storage_dtype(checkpoint, decoder)]
 
 
 def find_source(model: str | Path) -> Source:
@@ -116,7 +110,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def choose_device(device: str) -> torch.device:
-    """A GPU always with its number: some of PyTorch's functions want it."""
+    """The device by its name; a GPU always with its number, which some of PyTorch's functions want."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():

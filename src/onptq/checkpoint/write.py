@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onptq.checkpoint.card import Calibration, write_card
-from onptq.checkpoint.card_tables import Results
+from onptq.checkpoint.card import write_card
 from onptq.checkpoint.companions import STAGED_CONFIG, companion_bytes, copy_companions, reported, staged, write_text
-from onptq.checkpoint.folder import BITS, DENSE, DTYPES, Checkpoint, StoredTensor, open_source
-from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches
+from onptq.checkpoint.folder import BITS, DTYPES, Checkpoint, StoredTensor, open_source
+from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches, storage_dtype
+from onptq.checkpoint.provenance import Provenance, Results
 from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
 from onptq.errors import OnPTQError
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
@@ -44,24 +44,23 @@ def write_checkpoint(
     *,
     ignore: Sequence[str],
     other_models: Sequence[str] = (),
-    method: str | None = None,
-    calibration: Calibration | None = None,
+    provenance: Provenance | None = None,
     results: Results | None = None,
     name: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Rewrites `source` into `out` with the folded linears and norms in place of the decoder's own.
+    """Rewrite `source` into `out` with the folded linears and norms in place of the decoder's own.
 
-    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"); each item is packed, written and let go
-    before the next one is asked for, so the host holds one linear and the pages of the source shard it is reading. Either
-    the whole checkpoint appears in `out` or none of it. `method`, `calibration`, `results` and the source's
-    `name` are for the model card.
+    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"). Each item is packed, written and freed
+    before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading. Either
+    the whole checkpoint appears in `out` or none of it. `provenance`, `results` and the source's `name` are for the
+    model card.
     """
     check_apart(source, out)
     checkpoint, decoder = check_exportable(source, (*ignore, *other_models))
     patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
     config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns))
-    card = write_card(source, checkpoint.config, scheme, method, calibration, results, name)
+    card = write_card(source, checkpoint.config, scheme, provenance, results, name)
     room = header_room(_output_names(checkpoint, decoder))
     needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
     with staged(out, needed) as stage, ShardWriter(stage, room, max_shard_bytes) as shards:
@@ -87,7 +86,8 @@ def write_checkpoint(
 
 
 def storage_format(scheme: Scheme) -> str:
-    """W8A8 as int8, which int8 kernels read; narrower weights packed, where packing means the same to every reader."""
+    """How compressed-tensors stores a scheme: W8A8 as int8, which int8 kernels read; narrower weights packed, where
+    packing means the same to every reader."""
     if not scheme.quantizes_weights:
         return "dense"
     int8_kernel = scheme.weight_bits == 8 and scheme.quantizes_activations
@@ -127,14 +127,14 @@ def compress_linear(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     if not scheme.quantizes_weights:
-        return {"weight": linear.codes * linear.step.to(linear.codes.dtype)}
+        return {"weight": linear.codes * linear.scale.to(linear.codes.dtype)}
     bits = scheme.weight_bits
     if storage_format(scheme) == "int-quantized":
-        tensors = {"weight": linear.codes, "weight_scale": linear.step}
+        tensors = {"weight": linear.codes, "weight_scale": linear.scale}
         return tensors if linear.zero is None else tensors | {"weight_zero_point": linear.zero}
     tensors = {
         "weight_packed": _pack_rows(linear.codes, bits),
-        "weight_scale": linear.step,
+        "weight_scale": linear.scale,
         "weight_shape": torch.tensor(linear.codes.shape, dtype=torch.int64),
     }
     if linear.zero is not None:
@@ -203,13 +203,13 @@ def _check_linear(key: str, linear: FoldedLinear, weight: StoredTensor, scheme: 
         )
     groups = (outputs, inputs // columns)
     _check(
-        tuple(linear.step.shape) == groups and linear.step.dtype == dtype,
-        f"step of {key} ({dtype})",
+        tuple(linear.scale.shape) == groups and linear.scale.dtype == dtype,
+        f"scale of {key} ({dtype})",
         groups,
-        linear.step,
+        linear.scale,
     )
-    if not bool(torch.isfinite(linear.step).all()):
-        raise OnPTQError(f"{key}: a quantization step is not finite; the source weights may hold NaN or infinity")
+    if not bool(torch.isfinite(linear.scale).all()):
+        raise OnPTQError(f"{key}: a quantization scale is not finite; the source weights may hold NaN or infinity")
     if (linear.zero is None) != scheme.symmetric:
         raise OnPTQError(
             f"{key}: {scheme} has {'no' if scheme.symmetric else 'a'} zero point, the folded linear the opposite"
@@ -232,13 +232,13 @@ def _check(holds: bool, what: str, shape: tuple[int, ...], got: Tensor) -> None:
 
 
 def check_exportable(source: Path, excluded: Sequence[str]) -> tuple[Checkpoint, Decoder]:
-    """Open `source` and refuse what could not be exported; reads headers only, so it is asked before a run starts too.
+    """Open `source` and refuse what could not be exported. Reads headers only, so a run can begin with it.
 
     `excluded` are the patterns and prefixes of towers, head and other models.
     """
     checkpoint = open_source(source)
     decoder = find_decoder(checkpoint.tensors, excluded)
-    _check_dtypes(checkpoint, decoder)
+    storage_dtype(checkpoint, decoder)
     _check_seven(checkpoint, decoder)
     _check_shapes(checkpoint, decoder)
     return checkpoint, decoder
@@ -252,18 +252,11 @@ def check_groups(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> No
             raise OnPTQError(f"{name} has {columns} input columns, which groups of {scheme.group_size} do not divide")
 
 
-def _check_dtypes(checkpoint: Checkpoint, decoder: Decoder) -> None:
-    for name in decoder.linears:
-        key = f"{decoder.prefix}{name}.weight"
-        if (dtype := checkpoint.tensors[key].dtype) not in DENSE:
-            raise OnPTQError(f"{key} is stored as {dtype}; expected a dense checkpoint: {', '.join(DENSE)}")
-
-
 def _check_seven(checkpoint: Checkpoint, decoder: Decoder) -> None:
     """Readers quantize every Linear that is not ignored, so a decoder layer may hold no others than the seven."""
-    known = {f"{decoder.prefix}{name}.weight" for name in decoder.linears}
+    linears = {f"{decoder.prefix}{name}.weight" for name in decoder.linears}
     for key, tensor in checkpoint.tensors.items():
-        if key.startswith(f"{decoder.prefix}layers.") and len(tensor.shape) > 1 and key not in known:
+        if key.startswith(f"{decoder.prefix}layers.") and len(tensor.shape) > 1 and key not in linears:
             raise OnPTQError(
                 f"{key} {list(tensor.shape)} is in a decoder layer and none of its seven linears: unsupported"
             )
@@ -292,7 +285,7 @@ def check_apart(source: Path, out: Path) -> None:
 def _ignore_patterns(
     checkpoint: Checkpoint, decoder: Decoder, ignore: Sequence[str], other_models: Sequence[str]
 ) -> list[str]:
-    """Regexes that hold for names on disk and names at run time alike, which exact names do not."""
+    """Regexes that match names on disk and names at run time alike, which exact names do not."""
     others = {name: f"re:^{re.escape(name)}.*" for name in other_models}
     absent = {regex for name, regex in others.items() if not any(key.startswith(name) for key in checkpoint.tensors)}
     patterns = [pattern for pattern in dict.fromkeys((HEAD, *ignore, *others.values())) if pattern not in absent]

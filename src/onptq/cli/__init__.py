@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from onptq.cli import compare, inspect, plan, quantize, recipe, verify, zoo
+from onptq.cli import compare, inspect, list, plan, quantize, recipe, verify, zoo
 from onptq.errors import OnPTQError
 
 GROUP = "onptq.commands"  # entry points by which other packages add commands: a function each, as typer takes it
@@ -19,7 +20,7 @@ RESUMED = ("quantize", "compare")  # the same command goes on where a killed one
 class Commands(TyperGroup):
     """Errors a user can mend end with exit code 2 and no traceback; all others keep theirs."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: Any) -> builtins.list[str]:
         return [*super().list_commands(ctx), *sorted(_contributed())]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -83,6 +84,7 @@ app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("compare")(compare.compare)
 app.command("recipe")(recipe.recipe)
+app.command("list")(list.list_names)
 app.add_typer(zoo.app, name="zoo")
 
 

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from json import loads
+import json as json_format
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onptq.checkpoint.catalogs import is_cataloged
 from onptq.cli.drawing import (
-    draw_calibration,
-    draw_items,
-    draw_prompts,
+    behaviour_prompts,
+    calibration_prompts,
     largest_data,
     needs_calibration,
     origin,
     usable_by,
     warn_of_repeats,
 )
-from onptq.cli.quantize import ZOO, make_reporter, resolve_recipe, use_one_thread
 from onptq.cli.report_tables import print_table
+from onptq.cli.settings import (
+    DEVICE_HELP,
+    EMBEDDED_HELP,
+    ON_BAD_PROMPT_HELP,
+    PRESET_DEFAULT,
+    ZOO,
+    make_reporter,
+    resolve_recipe,
+    short_name,
+    use_one_thread,
+)
 from onptq.errors import OnPTQError
+
+if TYPE_CHECKING:
+    from onptq.evaluate.summary import Report
 
 PROMPTS = 64
 SPLITS = ("test", "held-out")
@@ -43,7 +55,10 @@ def compare(
     ],
     tasks: Annotated[
         str | None,
-        typer.Option(help="Embedded tasks, e.g. choice,read; or none.", show_default="all that the model can be given"),
+        typer.Option(
+            help="Tasks of `onptq list tasks`, e.g. choice,read; or none.",
+            show_default="all embedded ones that the model can be given",
+        ),
     ] = None,
     items: Annotated[
         int | None,
@@ -64,11 +79,11 @@ def compare(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="Manifest of prompts to build candidates with; models of the zoo bring their own."),
+        typer.Option(help=f"Manifest of prompts to build candidates with{EMBEDDED_HELP}"),
     ] = None,
     on_bad_prompt: Annotated[
         str,
-        typer.Option(metavar="fail|skip", help="Stop at prompts that cannot be used, or leave them out and say which."),
+        typer.Option(metavar="fail|skip", help=ON_BAD_PROMPT_HELP),
     ] = "fail",
     critical: Annotated[
         bool,
@@ -85,7 +100,7 @@ def compare(
         str | None,
         typer.Option(
             help="Preset of the candidates built here: light, default, best, paper or zoo.",
-            show_default="zoo for models of the zoo, else default",
+            show_default=PRESET_DEFAULT,
         ),
     ] = None,
     changes: Annotated[
@@ -95,7 +110,7 @@ def compare(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling, and of what is built.")] = 0,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print progress and the report as JSON lines.")] = False,
 ) -> None:
@@ -111,53 +126,50 @@ def compare(
 
     from onptq.checkpoint.source import choose_device, find_source
     from onptq.data.calibration import check_on_bad_prompt
-    from onptq.evaluate import comparison
     from onptq.evaluate.candidates import parse_candidates
+    from onptq.evaluate.comparison import compare_models
     from onptq.run import check_place
+    from onptq.zoo.materials import draw_items
 
     check_on_bad_prompt(on_bad_prompt)
     parsed = parse_candidates(candidates, recipe, changes or [])
-    family = find_source(dense).family.name
-    folder = default_out(dense) if out is None else out
+    source = find_source(dense)
+    family = source.family.name
+    folder = Path(f"{short_name(dense)}-compared") if out is None else out
     choose_device(recipe.compute.device)
     check_place(folder)
-    usable = usable_by(dense, recipe.follow.max_tokens) if on_bad_prompt == "skip" else None
+    usable = usable_by(source, recipe.follow.max_tokens) if on_bad_prompt == "skip" else None
     data = largest_data(parsed, recipe.data)
-    known, held_out = (
-        draw_calibration(family, calibration, data, of_the_zoo, reporter, usable)
+    calibrating, held_out = (
+        calibration_prompts(family, calibration, data, is_cataloged(dense), reporter, usable, seed)
         if calibration is not None or needs_calibration(parsed)
         else ([], [])
     )
-    before = told_before(folder)
-    asked = draw_items(family, tasks, items, split, reporter)
-    followed = draw_prompts(family, manifest, prompts, split, data.holdout, reporter, usable)
-    warn_of_repeats(followed, [*known, *held_out], reporter)
-    report = comparison.compare(
-        dense,
+    earlier = models_in(folder)
+    questions = draw_items(family, tasks, items, split, reporter)
+    followed = behaviour_prompts(family, manifest, prompts, split, data.holdout, reporter, usable)
+    warn_of_repeats(followed, [*calibrating, *held_out], reporter)
+    report = compare_models(
+        source,
         parsed,
         folder,
-        items=asked,
+        items=questions,
         prompts=followed,
-        origin=origin(asked, followed, split, manifest),
-        calibration=known,
+        origin=origin(questions, followed, split, manifest),
+        calibration=calibrating,
         holdout=held_out,
         recipe=recipe,
         critical=critical,
         reporter=reporter,
     )
     if json:
-        reporter.result(report)
+        reporter.result(report.to_dict())
     elif not quiet:
         print_report(report)
-        print_ending(report, folder, [one.name for one in parsed], before)
+        print_ending(report, folder, [one.name for one in parsed], earlier)
 
 
-def default_out(dense: str) -> Path:
-    name = dense.split(":", 1)[1] if is_cataloged(dense) else Path(dense).resolve().name
-    return Path(f"{name}-compared")
-
-
-def print_report(report: Mapping[str, Any]) -> None:
+def print_report(report: Report) -> None:
     from rich.console import Console
 
     from onptq.evaluate.report import notes, sentences, tables
@@ -173,29 +185,29 @@ def print_report(report: Mapping[str, Any]) -> None:
         console.print(note, style="dim", markup=False)
 
 
-def told_before(folder: Path) -> list[str]:
-    """The candidates in the report of an earlier run."""
-    from onptq.evaluate.comparison import REPORT
+def models_in(folder: Path) -> list[str]:
+    """The models in the report of an earlier run."""
+    from onptq.evaluate.comparison import REPORT_JSON
 
     try:
-        return list(loads((folder / REPORT).read_text(encoding="utf-8"))["models"])
+        return list(json_format.loads((folder / REPORT_JSON).read_text(encoding="utf-8"))["models"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def print_ending(report: Mapping[str, Any], folder: Path, asked: Sequence[str], before: Sequence[str]) -> None:
-    """What was not run again, what is shown though nobody asked for it now, and where all of it is."""
+def print_ending(report: Report, folder: Path, named: Sequence[str], earlier: Sequence[str]) -> None:
+    """What was not run again, what is shown besides the candidates that were named, and where all of it is."""
     from rich.console import Console
 
     from onptq.evaluate.candidates import DENSE
-    from onptq.evaluate.comparison import WORDS
+    from onptq.evaluate.comparison import REPORT_TEXT
 
     console = Console(highlight=False, soft_wrap=True)
     console.print()
-    again = [name for name in asked if name in before]
-    others = [name for name in report["models"] if name in before and name not in (DENSE, *asked)]
+    again = [name for name in named if name in earlier]
+    others = [name for name in report.models if name in earlier and name not in (DENSE, *named)]
     if again:
         console.print(f"Not run again, as measured before in {folder}: {', '.join(again)}", markup=False)
     if others:
         console.print(f"Also shown, as measured before in {folder}: {', '.join(others)}", markup=False)
-    console.print(f"Report: {folder / WORDS}", markup=False)
+    console.print(f"Report: {folder / REPORT_TEXT}", markup=False)

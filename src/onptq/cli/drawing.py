@@ -1,4 +1,4 @@
-"""What `onptq compare` asks and calibrates with: embedded items and prompts, or those of manifests."""
+"""Prompts of a comparison: those of manifests, or embedded ones."""
 
 from __future__ import annotations
 
@@ -10,108 +10,83 @@ from typing import TYPE_CHECKING
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
+    from onptq.checkpoint.source import Source
     from onptq.data.prompts import Prompt
     from onptq.evaluate.candidates import Candidate
-    from onptq.evaluate.items import Item
     from onptq.progress import Reporter
     from onptq.recipe import DataConfig
 
-NO_TASKS = "none"
-WHOLE_SPLIT = 0  # items per task: as many as the task's test split has
+Usable = Callable[["Prompt"], object]
+EMBEDDED = "zoo:"  # before the kind of embedded prompts, e.g. zoo:captions
+EMBEDDED_DEFAULT = "zoo:mix"
 
 
-def draw_items(family: str, tasks: str | None, per_task: int | None, split: str, reporter: Reporter) -> list[Item]:
-    """`per_task` of every task; None shares out a few among them."""
-    from onptq.zoo.materials import ITEMS
-    from onptq.zoo.suite import SIDES, TASKS, items, tasks_of
-
-    if tasks == NO_TASKS or (tasks is None and family not in SIDES):
-        return []
-    known = tasks_of(family)
-    chosen = known if tasks is None else list(dict.fromkeys(task.strip() for task in tasks.split(",")))
-    for task in chosen:
-        if task not in known:
-            raise OnPTQError(
-                f"--tasks: unknown task {task!r} for {family}; expected {NO_TASKS}, or of {', '.join(known)}"
-            )
-    share = max(1, ITEMS // len(chosen)) if per_task is None else per_task
-    counts = {task: TASKS[task].test_items if share == WHOLE_SPLIT else share for task in chosen}
-    drawn = []
-    with reporter.phase("Draw items", total=sum(counts.values()), unit="items") as bar:
-        for task, count in counts.items():
-            for item in items(family, task, split, count):
-                drawn.append(item)
-                bar.advance()
-    return drawn
+def embedded_kind(manifest: Path | None) -> str | None:
+    """The kind of embedded prompts that is named in place of a manifest; None where a manifest is named."""
+    text = EMBEDDED_DEFAULT if manifest is None else str(manifest)
+    return text.removeprefix(EMBEDDED) if text.startswith(EMBEDDED) else None
 
 
-def draw_prompts(
+def behaviour_prompts(
     family: str,
     manifest: Path | None,
     count: int,
     split: str,
     spent: int,
     reporter: Reporter,
-    usable: Callable[[Prompt], object] | None = None,
+    usable: Usable | None = None,
 ) -> list[Prompt]:
-    """`spent` held-out prompts choose the best iterate of what is built, so they cannot judge it."""
-    if manifest is not None:
-        return _load(manifest, reporter, usable, count)
-    from onptq.zoo.suite import SIDES, prompts
+    """The prompts that behaviour is compared on; the first `spent` held-out ones choose iterates, so they cannot judge them."""
+    kind = embedded_kind(manifest)
+    if manifest is not None and kind is None:
+        return _load(manifest, reporter, usable, count) if count else []
+    from onptq.zoo.materials import draw_prompts
 
-    if not count or family not in SIDES:
-        return []
-    first = spent if split == "held-out" else 0
-    with reporter.phase("Draw prompts", total=count, unit="prompts") as bar:
-        drawn = prompts(family, split, first + count)[first:]
-        bar.advance(count)
-    return drawn
+    return draw_prompts(family, split, count, reporter, spent if split == "held-out" else 0, kind or "mix")
 
 
-def origin(items: Sized, prompts: Sized, split: str, manifest: Path | None = None) -> str:
-    """Where the two come from, for the report."""
-    drawn = {"items": len(items), "prompts": len(prompts) if manifest is None else 0}
-    own = [what for what, count in drawn.items() if count]
-    said = [f"embedded {' and '.join(own)} of the {split} split"] if own else []
-    if manifest is not None and len(prompts):
-        said.append(f"prompts of {manifest.name}")
-    return "; ".join(said)
-
-
-def draw_calibration(
+def calibration_prompts(
     family: str,
     manifest: Path | None,
     data: DataConfig,
-    of_the_zoo: bool,
+    cataloged: bool,
     reporter: Reporter,
-    usable: Callable[[Prompt], object] | None = None,
+    usable: Usable | None = None,
+    seed: int = 0,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """As many prompts as the most demanding candidate wants, and those that choose its best iterate."""
-    if manifest is not None:
+    kind = embedded_kind(manifest)
+    if manifest is not None and kind is None:
         from onptq.data.calibration import split as divide
+        from onptq.data.manifest import without_repeats
 
-        return divide(
-            _load(manifest, reporter, usable), prompts=data.prompts, holdout=data.holdout, share=data.holdout_share
-        )
-    if not of_the_zoo:
+        loaded = without_repeats(_load(manifest, reporter, usable))
+        return divide(loaded, prompts=data.prompts, holdout=data.holdout, share=data.holdout_share, seed=seed)
+    if manifest is None and not cataloged:
         raise OnPTQError("candidates that are built here need --calibration PROMPTS, a .jsonl or .parquet manifest")
-    from onptq.zoo import materials
+    from onptq.zoo.materials import draw_calibration
 
-    return materials.draw_prompts(family, data, reporter)
+    return draw_calibration(family, data, reporter, kind or "mix")
 
 
-def usable_by(dense: str, max_new: int) -> Callable[[Prompt], object]:
+def origin(items: Sized, prompts: Sized, split: str, manifest: Path | None = None) -> str:
+    """Where items and prompts come from, in words."""
+    drawn = {"items": len(items), "prompts": len(prompts) if manifest is None else 0}
+    embedded = [what for what, count in drawn.items() if count]
+    texts = [f"embedded {' and '.join(embedded)} of the {split} split"] if embedded else []
+    if manifest is not None and len(prompts):
+        texts.append(f"prompts of {manifest.name}")
+    return "; ".join(texts)
+
+
+def usable_by(source: Source, max_new: int) -> Usable:
     """A function that raises where the dense model cannot be given a prompt."""
-    from onptq.checkpoint.source import find_source
     from onptq.models.processing import PromptProcessor
 
-    source = find_source(dense)
     return partial(PromptProcessor.from_folder(source.folder, source.family, source.config).check, max_new=max_new)
 
 
-def _load(
-    manifest: Path, reporter: Reporter, usable: Callable[[Prompt], object] | None, limit: int | None = None
-) -> list[Prompt]:
+def _load(manifest: Path, reporter: Reporter, usable: Usable | None, limit: int | None = None) -> list[Prompt]:
     """The prompts of a manifest; with `usable` bad ones are skipped, which a warning says."""
     from onptq.data.calibration import describe_skipped
     from onptq.data.manifest import load_manifest
@@ -134,15 +109,16 @@ def warn_of_repeats(prompts: Sequence[Prompt], calibration: Sequence[Prompt], re
         )
 
 
-def largest_data(candidates: list[Candidate], base: DataConfig) -> DataConfig:
-    from onptq.evaluate.candidates import Built
+def largest_data(candidates: Sequence[Candidate], base: DataConfig) -> DataConfig:
+    """The most prompts that any candidate wants."""
+    from onptq.evaluate.candidates import MethodCandidate
 
-    wanted = [base, *(one.recipe.data for one in candidates if isinstance(one, Built))]
+    wanted = [base, *(one.recipe.data for one in candidates if isinstance(one, MethodCandidate))]
     most = {name: max(getattr(one, name) for one in wanted) for name in ("prompts", "holdout")}
     return base.model_copy(update=most)
 
 
-def needs_calibration(candidates: list[Candidate]) -> bool:
-    from onptq.evaluate.candidates import Built
+def needs_calibration(candidates: Sequence[Candidate]) -> bool:
+    from onptq.evaluate.candidates import MethodCandidate
 
-    return any(isinstance(one, Built) and one.method != "rtn" for one in candidates)
+    return any(isinstance(one, MethodCandidate) and one.recipe.needs_prompts for one in candidates)

@@ -1,4 +1,4 @@
-"""`onptq plan`: what a run will quantize, take and write, and who can serve the result, before anything runs."""
+"""`onptq plan`: whether a run fits, how long it takes, what it writes, and who can serve the result."""
 
 from __future__ import annotations
 
@@ -8,164 +8,226 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onptq.cli.quantize import ZOO, resolve_recipe, use_one_thread
+from onptq.cli.settings import (
+    DEVICE_HELP,
+    INIT_HELP,
+    METHOD_HELP,
+    ON_BAD_PROMPT_HELP,
+    PRESET_DEFAULT,
+    PRESET_HELP,
+    SCHEME_HELP,
+    ZOO,
+    resolve_recipe,
+    use_one_thread,
+)
+from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     from onptq.checkpoint.serving import Served
+    from onptq.data.prompts import Prompt
     from onptq.plan.planning import Plan
+    from onptq.recipe import Recipe
 
-KNOWN = "known: run = seen on such hardware; asked = the server's choice, not run; read = the kernel's list of types"
+WIDTH = 100  # columns where the output is no terminal
+LARGEST_TERMS = 3  # of a phase that are shown
+VERDICTS = {
+    "serves": "serves it",
+    "simulates": "simulates it",
+    "differs": "computes another scheme",
+    "doubtful": "may not serve it",
+    "refuses": "refuses it",
+}
+EVIDENCE = {
+    "run": "seen on such hardware",
+    "asked": "the server's choice of kernel, not run",
+    "read": "from the kernel's list of types, not run",
+    "documented": "the server's documentation says so",
+    "untested": "nobody has tried it",
+}
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="Model to quantize: a folder, or a name of `onptq zoo list`.")],
-    scheme: Annotated[
-        str | None,
-        typer.Option(help="W4A16, W8A8, W4A8, W4A6, any WbAb; -gN and -asym with A16.", show_default="W4A8"),
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="onptq, static (the control: gamma 0) or rtn.")] = None,
-    preset: Annotated[
-        str | None,
+    model: Annotated[
+        str, typer.Argument(help="Model to quantize: a folder, a downloaded hub id, or a name of `onptq zoo list`.")
+    ],
+    scheme: Annotated[str | None, typer.Option(help=SCHEME_HELP, show_default="W4A8")] = None,
+    method: Annotated[str | None, typer.Option(help=METHOD_HELP, show_default="onptq")] = None,
+    calibration: Annotated[
+        Path | None,
         typer.Option(
-            help="light, default, best, paper or zoo.", show_default="zoo for models of the zoo, else default"
+            help="Manifest of prompts, whose tokens are counted.",
+            show_default="the zoo's own for models of the zoo, else assumed prompts",
         ),
     ] = None,
+    holdout: Annotated[
+        Path | None, typer.Option(help="Manifest of held-out prompts, instead of some of the calibration prompts.")
+    ] = None,
+    on_bad_prompt: Annotated[str, typer.Option(metavar="fail|skip", help=ON_BAD_PROMPT_HELP)] = "fail",
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of an assumed prompt, those of images and audio included.")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="GPU to plan for by its data sheet, instead of this machine: a100-40g, h100-80g, l4-24g, ..."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder that the checkpoint would be written to: is it usable, is there room?")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help=PRESET_HELP, show_default=PRESET_DEFAULT)] = None,
     recipe: Annotated[Path | None, typer.Option(help="Recipe YAML instead of a preset.")] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Change any field of the recipe; repeatable."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens of a prompt, its picture or sound included.", show_default="a usual length, stated"
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where it will be written: is there room?")] = None,
+    init: Annotated[str | None, typer.Option(help=INIT_HELP, show_default="the preset's")] = None,
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the verdict.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, every term of every phase.")] = False,
 ) -> None:
-    """Say what quantizing MODEL will do, take and give, from config.json and safetensors headers alone.
+    """Say whether quantizing MODEL will fit, how long it will take and what it will write, without loading a weight.
 
-    Exit code 1 where it cannot work on this machine, with the reasons.
+    Exit code 1 where it cannot run, with the reasons.
     """
-    if model.startswith(ZOO):
+    if quiet and json:
+        raise OnPTQError("expected one of --quiet and --json, got both")
+    of_the_zoo = model.startswith(ZOO)
+    if of_the_zoo:
         use_one_thread()
         preset = "zoo" if preset is None and recipe is None else preset
-    resolved = resolve_recipe(
-        preset, recipe, {"scheme": scheme, "method": method, "compute.device": device}, changes or []
-    )
+    options = {"scheme": scheme, "method": method, "init": init, "compute.device": device}
+    resolved = resolve_recipe(preset, recipe, options, changes or [])
+    from rich.console import Console
+
+    from onptq.plan.machine import machine_with
     from onptq.plan.planning import make_plan
 
-    found = make_plan(model, resolved, out=out, prompt_tokens=prompt_tokens)
+    prompts: Path | list[Prompt] | None = calibration
+    held_out: Path | list[Prompt] | None = holdout
+    with Console(stderr=True).status("reading the model and measuring the machine"):
+        if of_the_zoo and calibration is None and prompt_tokens is None:
+            prompts, drawn = _own_calibration(model, resolved)
+            held_out = drawn if holdout is None else holdout
+        result = make_plan(
+            model,
+            resolved,
+            calibration=prompts,
+            holdout=held_out,
+            on_bad_prompt=on_bad_prompt,
+            prompt_tokens=prompt_tokens,
+            out=out,
+            machine=None if gpu is None else machine_with(gpu, resolved.compute),
+        )
     if json:
-        typer.echo(json_format.dumps(found.to_json(), indent=2))
+        typer.echo(json_format.dumps(result.to_json(), indent=2))
     else:
-        _print(found)
-    if found.refusals:
+        _print(result, quiet)
+    if result.refusals:
         raise typer.Exit(1)
 
 
-def _print(plan: Plan) -> None:
+def _own_calibration(model: str, recipe: Recipe) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts that `onptq quantize` draws for a model of the zoo."""
+    from onptq.checkpoint.source import find_source
+    from onptq.progress import QuietReporter
+    from onptq.zoo.materials import draw_calibration
+
+    return draw_calibration(find_source(model).family.name, recipe.data, QuietReporter())
+
+
+def _print(plan: Plan, quiet: bool) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a file has no width of its own
-        console.width = 100
-    console.print(f"{plan.model} in {plan.recipe.scheme} by {plan.recipe.method}", style="bold", markup=False)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(plan.verdict, style="bold red" if plan.refusals else "bold green", soft_wrap=True)
+    if quiet:
+        return
+    for text in plan.warnings:
+        console.print(f"warning: {text}", style="yellow")
     if plan.parts is not None:
         _print_parts(console, plan)
     if plan.phases:
         _print_phases(console, plan)
-    _print_serving(console, plan)
-    for reason in plan.refusals:
-        console.print(f"cannot run here: {reason}", style="bold red", markup=False)
+    if not plan.refusals:
+        _print_serving(console, plan.serving)
 
 
 def _print_parts(console: Console, plan: Plan) -> None:
-    from onptq.plan.planning import size
+    from onptq.plan.phases import size
 
     assert plan.parts is not None
-    parts = plan.parts
+    parts, decoder = plan.parts, plan.parts.decoder
+    start = "" if plan.recipe.method == plan.recipe.init else f", starting from {plan.recipe.init}"
+    console.print(
+        f"\n{plan.model} ({plan.family}) in {plan.recipe.scheme} by {plan.recipe.method}{start}", style="bold"
+    )
     table = _table("part", "modules >", "parameters >", "now >", "written >", "becomes")
     for part in parts.parts:
         becomes = plan.recipe.scheme if part.quantized else "as it is"
         table.add_row(
             part.name, f"{part.modules}", f"{part.parameters:,}", size(part.bytes), size(part.output_bytes), becomes
         )
-    console.print(f"decoder: {parts.decoder.prefix}layers.0 to {parts.decoder.layers - 1}, {plan.family}", markup=False)
-    console.print()
     console.print(table)
-    room = "" if plan.disk_free is None else f", {size(plan.disk_free)} free at --out"
-    console.print(f"written in all: {size(parts.output_bytes)}{room}", markup=False)
-    for pattern in parts.unmatched:
-        console.print(f"warning: the ignore pattern {pattern} matches no tensor", style="yellow", markup=False)
+    console.print(f"decoder: {decoder.prefix}layers, {decoder.layers} blocks", style="dim")
+    beside = "" if plan.run_bytes is None else f", and about {size(plan.run_bytes)} of run files beside it"
+    console.print(f"written: a checkpoint of {size(parts.output_bytes)}{beside}", style="dim")
 
 
 def _print_phases(console: Console, plan: Plan) -> None:
-    from onptq.plan.planning import size
+    from onptq.plan.phases import duration, size
 
     assert plan.machine is not None
-    machine = plan.machine
-    heads = ("phase", "time >", *(("GPU >",) if machine.on_gpu else ()), "host >", "mostly")
-    table = _table(*heads)
-    for phase in plan.phases:
-        terms = phase.gpu or phase.host
-        largest = sorted(terms.items(), key=lambda term: -term[1])[:3]
+    machine, phases = plan.machine, plan.phases
+    table = _table("phase", "time >", *(("GPU >",) if machine.on_gpu else ()), "host >", "mostly")
+    for phase in phases:
+        largest = sorted((phase.gpu or phase.host).items(), key=lambda term: -term[1])[:LARGEST_TERMS]
         mostly = ", ".join(f"{name} {size(count)}" for name, count in largest if count)
         gpu = (size(phase.gpu_bytes),) if machine.on_gpu else ()
         table.add_row(phase.name, duration(phase.seconds), *gpu, size(phase.host_bytes), mostly)
-    peak = max(phase.host_bytes for phase in plan.phases)
-    gpu_peak = (size(max(phase.gpu_bytes for phase in plan.phases)),) if machine.on_gpu else ()
-    table.add_row("in all", duration(sum(phase.seconds for phase in plan.phases)), *gpu_peak, size(peak), "")
-    free = f"{size(machine.host_free)} of host memory free"
-    if machine.on_gpu:
-        free = f"{size(machine.device_free)} of GPU memory and {free}"
+    peak = size(max(phase.host_bytes for phase in phases))
+    gpu_peak = (size(max(phase.gpu_bytes for phase in phases)),) if machine.on_gpu else ()
+    table.add_row("in all", duration(plan.seconds), *gpu_peak, peak, "", style="bold")
     dtype = str(machine.dtype).removeprefix("torch.")
-    console.print()
-    console.print(f"on {machine.name} in {dtype}, {free}", markup=False)
-    console.print()
+    console.print(f"\nOn {machine.name} in {dtype}", style="bold")
     console.print(table)
     for text in plan.assumptions:
-        console.print(f"- {text}", style="dim", markup=False)
+        console.print(f"- {text}", style="dim")
 
 
-def _print_serving(console: Console, plan: Plan) -> None:
+def _print_serving(console: Console, serving: tuple[Served, ...]) -> None:
     """Servers of one row in a sentence, those with several in a table."""
     by_server: dict[str, list[Served]] = {}
-    for row in plan.serving:
+    for row in serving:
         by_server.setdefault(row.server, []).append(row)
+    console.print("\nWho serves the checkpoint", style="bold")
     for server, rows in by_server.items():
-        console.print()
         if len(rows) == 1:
             (row,) = rows
-            console.print(f"{server} {row.verdict} it ({row.evidence}): {row.note}", markup=False)
+            console.print(f"{server} {VERDICTS[row.verdict]} ({EVIDENCE[row.evidence]}): {row.note}")
         else:
             _print_server(console, server, rows)
-    console.print()
-    console.print(KNOWN, style="dim", markup=False)
 
 
 def _print_server(console: Console, server: str, rows: list[Served]) -> None:
+    from rich.text import Text
+
     table = _table(server, "", "computes", "kernel", "switch", "known")
     notes: dict[str, int] = {}
     for row in rows:
         mark = f" [{notes.setdefault(row.note, len(notes) + 1)}]" if row.note else ""
         cells = (row.hardware, row.verdict + mark, row.computes, row.kernel or "-", row.switch or "-", row.evidence)
-        table.add_row(*map(_plain, cells))
+        table.add_row(*map(Text, cells))  # brackets are no markup here
     console.print(table)
     for note, number in notes.items():
-        console.print(f"[{number}] {note}", style="dim", markup=False)
-
-
-def _plain(text: str) -> Text:
-    from rich.text import Text
-
-    return Text(text)  # brackets are no markup here
+        console.print(f"[{number}] {note}", style="dim")
+    known = "; ".join(f"{name} = {EVIDENCE[name]}" for name in dict.fromkeys(row.evidence for row in rows))
+    console.print(f"known: {known}", style="dim")
 
 
 def _table(*heads: str) -> Table:
@@ -177,10 +239,3 @@ def _table(*heads: str) -> Table:
         right = head.endswith(" >")
         table.add_column(head.removesuffix(" >"), justify="right" if right else "left", overflow="fold")
     return table
-
-
-def duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.1f} h"

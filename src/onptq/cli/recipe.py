@@ -18,6 +18,6 @@ def recipe(
     ] = None,
 ) -> None:
     """Print the resolved recipe as YAML, with what every field means."""
-    from onptq.cli.quantize import resolve_recipe
+    from onptq.cli.settings import resolve_recipe
 
     typer.echo(resolve_recipe(preset, file, {}, changes or []).to_yaml(comments=True), nl=False)

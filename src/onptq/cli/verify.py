@@ -1,7 +1,8 @@
-"""`onptq verify`: is a checkpoint whole, does it load, and does it still say what the dense model says?"""
+"""`onptq verify`: whether a checkpoint is whole, loads, and still agrees with the dense model."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,51 +13,62 @@ if TYPE_CHECKING:
 
 
 def verify(
-    folder: Annotated[str, typer.Argument(help="Checkpoint to look at: a folder, whoever quantized it.")],
+    folder: Annotated[str, typer.Argument(help="Checkpoint to check: a folder, whoever quantized it.")],
     against: Annotated[
         str | None,
         typer.Option(help="The dense model it was made from, a folder or a name of `onptq zoo list`: compare logits."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only checks that failed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Reload FOLDER in transformers and check files, shapes, values, schemes, logits and answers. Exit code 1: a check failed."""
+    """Run every check of `onptq inspect`, read all values, reload FOLDER in transformers, check its logits and answers.
+
+    Exit code 1: a check failed.
+    """
     from rich.console import Console
 
     from onptq.check.examine import examine
     from onptq.checkpoint.source import choose_device, choose_dtype
 
     chosen = choose_device(device)
-    with Console(stderr=True).status("looking at the folder") as status:  # nothing where there is no terminal
-        found = examine(folder, against, dtype=choose_dtype("auto", chosen), device=chosen, note=status.update)
+    # Nothing is shown where there is no terminal.
+    with nullcontext() if quiet else Console(stderr=True).status("reading the folder") as status:
+        update = status.update if status is not None else lambda text: None
+        examination = examine(folder, against, dtype=choose_dtype("auto", chosen), device=chosen, note=update)
     if json:
         from onptq.files import to_json
 
-        typer.echo(to_json(found.to_dict()))
+        typer.echo(to_json(examination.to_dict()))
     else:
-        print_checks(found, Path(folder).name)
-    if not found.passed:
+        print_checks(examination, Path(folder).name, quiet)
+    if not examination.passed:
         raise typer.Exit(1)
 
 
-def print_checks(found: Examination, name: str) -> None:
+def print_checks(examination: Examination, name: str, quiet: bool = False) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from onptq.check.findings import printable
+    from onptq.check.trial import EXPLAINED
+
+    failed = [check for check in examination.checks if not check.passed]
+    if quiet and not failed:
+        return
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("check", "", "seen"):
         table.add_column(column, overflow="fold")
-    for check in found.checks:
-        table.add_row(
-            check.name,
-            Text("ok" if check.passed else "FAIL", "green" if check.passed else "bold red"),
-            Text(check.seen),
-        )
+    for check in failed if quiet else examination.checks:
+        outcome = Text("ok", "green") if check.passed else Text("FAIL", "bold red")
+        table.add_row(check.name, outcome, Text(printable(check.seen)))
     console = Console(highlight=False)
     if not console.is_terminal:  # a file has no width, and nothing in it should be folded at a guessed one
         console.width = max(console.width, console.measure(table, options=console.options.update(width=2000)).maximum)
     console.print(table)
-    failed = sum(not check.passed for check in found.checks)
-    verdict = f"{failed} of {len(found.checks)} checks failed" if failed else f"all {len(found.checks)} checks passed"
-    console.print(f"{name}: {verdict}", markup=False)
+    if examination.agreements and not quiet:
+        console.print(EXPLAINED, markup=False, style="dim")
+    count = len(examination.checks)
+    verdict = f"{len(failed)} of {count} checks failed" if failed else f"all {count} checks passed"
+    console.print(f"{printable(name)}: {verdict}", markup=False)

@@ -1,4 +1,4 @@
-"""`onptq zoo`: small models to try everything on."""
+"""`onptq zoo`: list, export and write small models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onptq.errors import OnPTQError
 if TYPE_CHECKING:
     from onptq.zoo.catalog import Status
 
-app = typer.Typer(help="Small models to try everything on.", no_args_is_help=True)
+app = typer.Typer(help="List, export and write small models.", no_args_is_help=True)
 
 
 @app.callback()
@@ -26,7 +26,7 @@ def _group() -> None:
 def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
-    """List the models that can be named wherever a model is asked for."""
+    """List the models that every command takes by name."""
     from onptq.zoo.catalog import ENTRIES, describe
 
     statuses = [describe(name) for name in ENTRIES]
@@ -41,7 +41,7 @@ def export(
     name: Annotated[str, typer.Argument(help="A name that `onptq zoo list` shows.")],
     folder: Annotated[Path, typer.Argument(help="New or empty folder to write the model into.")],
 ) -> None:
-    """Write the model NAME into FOLDER as an ordinary checkpoint, which plain transformers loads."""
+    """Write the model NAME into FOLDER as an ordinary checkpoint that transformers loads."""
     from onptq.zoo import catalog
 
     catalog.export(name, folder)
@@ -56,7 +56,7 @@ def random(
 ) -> None:
     """Write a tiny model of FAMILY with random weights, and prompts for it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OnPTQError(f"{folder} is there already: expected a new or empty folder")
+        raise OnPTQError(f"{folder} exists and is not an empty folder: expected a new or empty folder")
     from onptq.zoo.random import write_random
 
     write_random(family, folder, prompts=prompts)
@@ -88,7 +88,7 @@ def _print_table(statuses: list[Status]) -> None:
     table = Table("name", "what it is", box=None, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("params", justify="right", no_wrap=True)
     table.add_column("disk", justify="right", no_wrap=True)
-    for column in ("what it does", "here"):
+    for column in ("what it does", "available"):
         table.add_column(column)
     table.columns[0].no_wrap = True
     for status in statuses:
@@ -100,7 +100,7 @@ def _print_table(statuses: list[Status]) -> None:
             status.entry.does,
             "no" if not status.available else "yes" if status.folder else "on first use",
         )
-    console = Console(markup=False, highlight=False)  # `onptq[smollm2]` is no style
+    console = Console(markup=False, highlight=False)  # `onptq[smollm2]` is not a style
     console.print(table)
     for note in dict.fromkeys(status.note for status in statuses if status.note):
         console.print(note, soft_wrap=True)

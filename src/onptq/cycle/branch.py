@@ -1,7 +1,7 @@
-"""Branch: force the two competing tokens, let Q go on for a few tokens, let D say how far apart the futures are (Eq. 8).
+"""Branch (Eq. 8): force the two competing tokens, let Q continue both, measure how far apart D sees the two futures.
 
-All branches of a trajectory hang on its cached prefix as a tree: branch tokens see the prompt, the response tokens before their
-state, and their own branch. Nothing is prefilled again.
+All branches of a trajectory form a tree on its cached prefix: a branch token sees the prompt, the response tokens
+before its state, and its own branch. Nothing is prefilled again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from onptq.models.language_model import LanguageModel
 
 TREE_TOKENS = 16384  # branch tokens that are alive at a time, over the whole batch
 ROW_TOKENS = 512  # and in one row: they attend to one another under a mask, so more would cost quadratically
+FARTHEST = math.log(2)  # the largest JS divergence
 
 
 @dataclass(frozen=True)
@@ -54,18 +55,20 @@ class Forest:
         return self.forced.shape[1]
 
     def positions(self, batch: PromptBatch, depth: int) -> Tensor:
-        """Positions of the branch tokens at depths 0..depth-1, depth-major, [A, B, depth * N]: b_0 takes y_t's place."""
+        """Positions [A, B, depth * N] of the branch tokens at depths 0..depth-1, depth-major: b_0 has that of y_t."""
         place = batch.next_position[:, None] + self.state - 1
         levels = place[:, None] + torch.arange(depth, device=place.device)[:, None]
         return levels.flatten(1).expand(batch.positions.shape[0], -1, -1)
 
-    def mask(self, batch: PromptBatch, response: int, start: int, stop: int) -> Tensor:
-        """Branch tokens at depths start..stop-1 see the prompt, `response` cached tokens up to y_{t-1}, and their own branch."""
+    def mask(self, batch: PromptBatch, response: int, first: int, stop: int) -> Tensor:
+        """The mask of branch tokens at depths first..stop-1 over the prompt, `response` cached tokens and all branches.
+
+        Each sees the prompt, the response up to y_{t-1}, and its own branch."""
         device, branches = self.state.device, self.branches
         before = torch.arange(1, response + 1, device=device) < self.state[..., None]  # [B, N, response]
         prompt = batch.real[:, None].expand(-1, branches, -1)
-        prefix = torch.cat((prompt, before), dim=-1).repeat(1, stop - start, 1)
-        query = torch.arange(start * branches, stop * branches, device=device)[:, None]
+        prefix = torch.cat((prompt, before), dim=-1).repeat(1, stop - first, 1)
+        query = torch.arange(first * branches, stop * branches, device=device)[:, None]
         key = torch.arange(stop * branches, device=device)
         own = (query % branches == key % branches) & (key <= query)
         return torch.cat((prefix, own.expand(len(prefix), -1, -1)), dim=-1)[:, None]
@@ -80,29 +83,34 @@ def branch(
     horizon: int = 4,
     divergence: str = "js",
     eos_as_max: bool = False,
+    count_forced: bool = False,
+    everywhere: bool = False,
     advance: Callable[[int], None] = lambda candidates: None,
 ) -> States:
-    """A_t and H_t of every candidate; the other columns are passed on."""
+    """A_t and H_t of every candidate, or with `everywhere` of every state; the other columns are passed on."""
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     consequence, valid = states.consequence.copy(), states.horizon.copy()
+    forked = np.ones(len(states), np.bool_) if everywhere else states.candidates
     done = shown = 0
 
     def branch_batch(index: int) -> int:
         nonlocal shown
         batch, here = prefixes.batches[index], 0
-        forests = _plant(batch, states, horizon)
+        forests = _forests(batch, states, forked, horizon)
         if not forests:
             return 0
         response = padded_responses(batch, by_prompt)
         quant, dense = (prefixes.at_response(index, side, response) for side in ("Q", "D"))
         for rows in forests:
             forest = Forest.of(batch, states, rows)
-            tokens = grow(prefixes.policy, batch, quant, forest, horizon)
-            found, reach = separation(prefixes.policy, batch, dense, forest, tokens, divergence)
-            if eos_as_max:
-                found = torch.where(reach == 0, math.log(2), found)
+            tokens = continuations(prefixes.policy, batch, quant, forest, horizon)
+            distance, reach = separation(prefixes.policy, batch, dense, forest, tokens, divergence)
+            if count_forced:
+                distance = (distance * reach + FARTHEST) / (reach + 1)
+            elif eos_as_max:
+                distance = torch.where(reach == 0, FARTHEST, distance)
             for row, chosen in enumerate(rows):
-                consequence[chosen] = found[row, : len(chosen)].cpu().numpy()
+                consequence[chosen] = distance[row, : len(chosen)].cpu().numpy()
                 valid[chosen] = reach[row, : len(chosen)].cpu().numpy()
             here += sum(len(chosen) for chosen in rows)
             advance(max(0, done + here - shown))  # a batch that did not fit is branched again, but not counted again
@@ -114,30 +122,30 @@ def branch(
     return states.with_columns(consequence=consequence, horizon=valid)
 
 
-def grow(policy: LanguageModel, batch: PromptBatch, prefix: Prefix, forest: Forest, horizon: int) -> Tensor:
-    """Q's greedy continuations: the forced token and horizon - 1 more, [B, horizon, N]."""
+def continuations(policy: LanguageModel, batch: PromptBatch, prefix: Prefix, forest: Forest, horizon: int) -> Tensor:
+    """Every forced token and Q's greedy continuation by horizon - 1 more, [B, horizon, N]."""
     cache, cached = TreeCache(prefix.cache), prefix.cache.length - batch.width
     positions = forest.positions(batch, horizon)
     levels = [forest.forced]
     with policy.speaking("Q"):
         for depth in range(horizon - 1):
             here = slice(depth * forest.branches, (depth + 1) * forest.branches)
-            step = Tokens(policy.embed(levels[-1]), positions[..., here], forest.mask(batch, cached, depth, depth + 1))
-            levels.append(_greedy(policy, policy.run(step, cache)))
+            level = Tokens(policy.embed(levels[-1]), positions[..., here], forest.mask(batch, cached, depth, depth + 1))
+            levels.append(_greedy(policy, policy.run(level, cache)))
     return torch.stack(levels, dim=1)
 
 
 def separation(
     policy: LanguageModel, batch: PromptBatch, prefix: Prefix, forest: Forest, tokens: Tensor, divergence: str
 ) -> tuple[Tensor, Tensor]:
-    """D reads all branch tokens in one forward. A_t over the common valid horizon H_t, both [B, N / 2]."""
+    """A_t over the common valid horizon, and H_t, both [B, N / 2]. D reads all branch tokens in one forward."""
     horizon, cached = tokens.shape[1], prefix.cache.length - batch.width
     reach = common_horizon(tokens, policy.eos)
-    step = Tokens(
+    branches = Tokens(
         policy.embed(tokens.flatten(1)), forest.positions(batch, horizon), forest.mask(batch, cached, 0, horizon)
     )
     with policy.speaking("D"):
-        hidden = policy.run(step, TreeCache(prefix.cache)).unflatten(1, (horizon, 2, -1))  # [B, H, 2, N/2, d]
+        hidden = policy.run(branches, TreeCache(prefix.cache)).unflatten(1, (horizon, 2, -1))  # [B, H, 2, N/2, d]
     counted = torch.arange(horizon, device=reach.device)[:, None] < reach[:, None]  # [B, H, N/2]
     counted &= forest.real.unflatten(1, (2, -1))[:, :1]
     reference, competitor = hidden[:, :, 0][counted], hidden[:, :, 1][counted]
@@ -167,8 +175,8 @@ def _greedy(policy: LanguageModel, hidden: Tensor) -> Tensor:
     return torch.cat(parts).view(hidden.shape[:2])
 
 
-def _plant(batch: PromptBatch, states: States, horizon: int) -> list[list[np.ndarray]]:
-    """Candidates of each prompt of the batch, at most as many at a time as the two limits allow."""
-    rows = [np.flatnonzero((states.prompt == prompt.ordinal) & states.candidates) for prompt in batch.prompts]
+def _forests(batch: PromptBatch, states: States, forked: np.ndarray, horizon: int) -> list[list[np.ndarray]]:
+    """For each forest of the batch, the forked states of each prompt: as many at a time as the two limits allow."""
+    rows = [np.flatnonzero((states.prompt == prompt.ordinal) & forked) for prompt in batch.prompts]
     share = max(1, min(TREE_TOKENS // len(rows), ROW_TOKENS) // (2 * horizon))
     return [[row[start : start + share] for row in rows] for start in range(0, max(map(len, rows)), share)]

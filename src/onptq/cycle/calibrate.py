@@ -1,4 +1,4 @@
-"""Calibrate: BasePTQUpdate. A short end-to-end update of theta on the objective, inside a trust region, best iterate kept."""
+"""Calibrate (BasePTQUpdate): a short end-to-end update of theta on the objective, inside a trust region."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onptq.bank import States, Trajectory
-from onptq.cycle.objective import Item, Targets, Terms, block_energy, make_items, measure
+from onptq.cycle.objective import Targets, Terms, UpdateSequence, block_energy, make_sequences, measure
 from onptq.engine.budget import BatchBudget
 from onptq.errors import OnPTQError
 from onptq.models.encoding import EncodedPrompt
@@ -26,12 +26,12 @@ from onptq.recipe import CalibrateConfig
 
 GRADIENT_NORM = 1.0
 FINAL_RATE = 0.1  # the cosine schedule ends here
-OFFSET_ADAM = {"betas": (0.9, 0.98), "eps": 1e-12}  # gradients of single weights are small, and early ones say little
+OFFSET_ADAM = {"betas": (0.9, 0.98), "eps": 1e-12}  # gradients of single weights are small, and early ones are noise
 
 
 @dataclass(frozen=True)
 class Holdout:
-    """Prompts that no update sees, with Q's rollouts at the start of the round: they choose the iterate."""
+    """Prompts that no update sees, with Q's rollouts when the round begins. They choose the iterate."""
 
     prompts: Sequence[EncodedPrompt]
     trajectories: Sequence[Trajectory]
@@ -40,8 +40,9 @@ class Holdout:
 
 @dataclass
 class Progress:
-    """Everything an interrupted update needs to go on as if nothing had happened; of settled codes, which never change, only
-    the theta that it began from."""
+    """The state of an update, from which an interrupted one continues with the same bits.
+
+    A file of it has no settled codes: they never change, and `take_codes` brings them back."""
 
     theta: Theta
     step: int = 0
@@ -82,6 +83,7 @@ class Progress:
         )
 
     def take_codes(self, origin: Theta) -> None:
+        """Take the settled codes of the theta that the update began from."""
         for theta in (self.theta, self.best or self.theta):
             for path, settled in origin.settled.items():
                 theta.linears[path] = replace(settled, ratio=theta.linears[path].ratio)
@@ -110,8 +112,10 @@ def calibrate(
     save: Callable[[Progress], None] = lambda progress: None,
     log: Callable[[dict[str, float]], None] = lambda record: None,
 ) -> Calibrated:
-    """theta^(k) to theta^(k+1) on the critical states of `states` (none, or gamma = 0: the static control). `batch_budget` is how
-    many prompts go through the model at once; by default as many as `cfg` says."""
+    """theta^(k+1) from theta^(k), updated on the critical states of `states`; None, or gamma = 0, is the static
+    control.
+
+    `batch_budget` is the number of prompts that go through the model at once, by default `cfg.micro_batch`."""
     if cfg.codes == "settled" and not theta.settled:
         theta = policy.settle(theta)
     if cfg.codes == "learned":
@@ -123,13 +127,14 @@ def calibrate(
     policy.attach(progress.theta)  # before the targets: they take the place of Q's folded weights
 
     critical = states if cfg.gamma > 0 else None
-    items = make_items(
+    items = make_sequences(
         policy,
         prompts,
         trajectories,
         critical,
         modality_balanced=cfg.modality_balanced,
         every_response=cfg.response_over == "visited",
+        consequence=cfg.consequence,
     )
     targets = Targets(policy, target_budget)
     energy = block_energy(targets, items) if cfg.normalize == "energy" else None
@@ -158,7 +163,7 @@ def calibrate(
 
 def _accumulate(
     policy: Policy,
-    items: Sequence[Item],
+    items: Sequence[UpdateSequence],
     total: int,
     targets: Targets,
     energy: Tensor | None,
@@ -166,17 +171,21 @@ def _accumulate(
     update: _Update,
     size: int,
 ) -> dict[str, float]:
-    """Gradients of an unbiased estimate of the objective: sums over a batch, scaled by N / |B|, `size` items at a time."""
+    """The terms of an unbiased estimate of the objective, sums over a batch times N / |B|; their gradients are
+    accumulated.
+
+    `size` items go through the model at a time."""
     update.optimizer.zero_grad()  # an attempt that did not fit may have left some
     scale = total / len(items)
     sums: Terms | None = None
     for start in range(0, len(items), size):
         with torch.enable_grad():
-            terms = measure(policy, items[start : start + size], targets, energy, checkpointed=cfg.checkpointing)
+            chunk = items[start : start + size]
+            terms = measure(policy, chunk, targets, energy, added=cfg.terms, checkpointed=cfg.checkpointing)
             loss = scale * objective(terms, cfg)
         with policy.speaking("Q"):  # checkpointed blocks run again inside backward
             loss.backward()
-        done = Terms(*(scale * value.detach() for value in terms.values()))
+        done = terms.scaled(scale)
         sums = done if sums is None else sums + done
     assert sums is not None
     values = sums.floats() | {"loss": float(objective(sums, cfg))}
@@ -188,13 +197,15 @@ def _accumulate(
 
 
 def objective(terms: Terms, cfg: CalibrateConfig) -> Tensor:
-    """Eqs. 12-13, with a weight for each term so that any can be removed."""
+    """Eqs. 12-13, with a weight for each term so that any can be removed, and the terms that a recipe adds."""
     critical = cfg.hidden * terms.hidden + cfg.pair * terms.pair + cfg.response * terms.response
+    for name, value in terms.added.items():
+        critical = critical + cfg.terms[name] * value
     return cfg.anchor * terms.anchor + cfg.gamma * critical
 
 
 def order_seed(seed: int, round_: int) -> int:
-    """Where a round's epochs begin to count their seeds: far enough apart that no two runs or rounds share an order."""
+    """The seed of a round's first epoch; later epochs count on from it. No two runs or rounds share an order."""
     return 1_000_000 * seed + 1_000 * round_
 
 
@@ -204,13 +215,13 @@ def _batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 class _Update:
-    """AdamW on smoothing, step ratios and, where codes are learned, rounding offsets; then back into the trust region."""
+    """AdamW on smoothing, scale ratios and learned rounding offsets, with a projection after every step."""
 
     def __init__(
         self, theta: Theta, origin: Theta, cfg: CalibrateConfig, steps: int, moments: dict[str, Tensor]
     ) -> None:
         self.theta, self.origin, self.steps = theta, origin, steps
-        offsets = theta.offset if cfg.codes == "learned" else {}  # others, brought along by the start, stay as they are
+        offsets = theta.offset if cfg.codes == "learned" else {}  # other offsets, of the init, stay as they are
         parts = (theta.smoothing, cfg.lr_smoothing), (theta.ratio, cfg.lr_step), (offsets, cfg.lr_rounding)
         # By name: a theta read from disk comes in another order, and sums and moments must not depend on it.
         groups: list[dict[str, Any]] = [
@@ -229,7 +240,7 @@ class _Update:
             self.optimizer.state[self.learned[int(index)]][key] = tensor.cpu() if counted else tensor
 
     def __call__(self, step: int) -> float:
-        """One step; the gradient norm before clipping."""
+        """Take a step; return the gradient norm before clipping."""
         done = step / max(1, self.steps)
         cosine = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
@@ -246,8 +257,8 @@ class _Update:
 
 
 class _Judge:
-    """Anchor and on-policy KL on held-out prompts, at every state they visit, weighted as the objective weights them. The static
-    control is judged alike."""
+    """The score of an iterate: anchor and on-policy KL on held-out prompts, at every state they visit, weighted as in
+    the objective. The static control is judged alike."""
 
     def __init__(
         self,
@@ -262,11 +273,11 @@ class _Judge:
         every = holdout.states.with_columns(
             critical=np.ones(count, np.bool_), weight=np.full(count, 1 / count, np.float32)
         )
-        self.items = make_items(policy, holdout.prompts, holdout.trajectories, every)
+        self.items = make_sequences(policy, holdout.prompts, holdout.trajectories, every)
         self.policy, self.targets, self.energy, self.cfg, self.batch_budget = policy, targets, energy, cfg, batch_budget
 
     def consider(self, progress: Progress) -> float:
-        """Score the current theta and keep it if it is the best so far."""
+        """Score the current theta, record it where it is the best so far, and return the score."""
         score = self.batch_budget.fit(self._score)
         if score < progress.best_score:
             progress.best, progress.best_score, progress.best_step = progress.theta.clone(), score, progress.step

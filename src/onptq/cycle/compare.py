@@ -13,6 +13,7 @@ from onptq import kernels
 from onptq.bank import AGREE, MISMATCH, NEAR_MISS, States, Trajectory
 from onptq.cycle.divergence import js_divergence, kl_divergence
 from onptq.engine.prefixes import Prefixes
+from onptq.errors import OnPTQError
 from onptq.models.encoding import PromptBatch
 from onptq.models.language_model import LanguageModel
 
@@ -54,17 +55,17 @@ def decide(z_dense: Tensor, z_quant: Tensor) -> Decisions:
     )
 
 
-def decide_hidden(policy: LanguageModel, dense: Tensor, quant: Tensor) -> Decisions:
-    """The same from residual streams [S, d]; on a GPU without a row of logits."""
-    if kernels.fit(dense, quant, policy.structure.head.weight):
+def decide_hidden(policy: LanguageModel, dense: Tensor, quant: Tensor, other: LanguageModel | None = None) -> Decisions:
+    """The same from residual streams [S, d]; on a GPU without a row of logits. `other` is Q where it is a model of its own."""
+    if other is None and kernels.fit(dense, quant, policy.structure.head.weight):
         from onptq.kernels.decisions import decide_states
 
         return Decisions(*decide_states(*head_inputs(policy, dense, quant)))
-    return decide(policy.logits(dense), policy.logits(quant))
+    return decide(policy.logits(dense), (other or policy).logits(quant))
 
 
 def head_inputs(policy: LanguageModel, dense: Tensor, quant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What the kernels multiply: normed states [S, d] of both models, head [V, d] and bias."""
+    """The factors of both models' logits: normed states [S, d], head [V, d] and bias."""
     norm, head = policy.structure.decoder.norm, policy.structure.head
     return norm(dense), norm(quant), head.weight, head.bias  # type: ignore[operator]
 
@@ -85,30 +86,37 @@ def compare(
     prefixes: Prefixes,
     trajectories: Sequence[Trajectory],
     *,
+    quantized: Prefixes | None = None,
     near_miss_tol: float = 0.0,
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> States:
-    """One teacher-forced forward of D and one of Q per trajectory; one row per visited state."""
+    """One teacher-forced forward of D and one of Q per trajectory; one row per visited state.
+
+    Q is the quantized side of the policy, or the model of the prefixes `quantized`, with its own embeddings and head.
+    """
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
+    other = None if quantized is None else quantized.policy
+    if quantized is not None:
+        prefixes.batch_like(quantized)
 
     def compare_batch(index: int) -> States:
         batch = prefixes.batches[index]
         response = padded_responses(batch, by_prompt)
-        dense = prefixes.teacher_force(index, "D", response)[1]
-        quant = prefixes.teacher_force(index, "Q", response)[1]
         rows, steps = _visited(batch, by_prompt)
+        dense = prefixes.teacher_force(index, "D", response)[1][rows, steps]
+        quant = (quantized or prefixes).teacher_force(index, "Q", response)[1][rows, steps]
         columns = [
-            _decide_chunk(prefixes, dense[rows[chunk], steps[chunk]], quant[rows[chunk], steps[chunk]])
-            for chunk in _chunks(len(rows), _rows_at_once(prefixes.policy))
+            _columns(decide_hidden(prefixes.policy, dense[chunk], quant[chunk], other))
+            for chunk in _chunks(len(rows), _rows_at_once(prefixes.policy, other))
         ]
         decisions = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
         return _states(batch, rows, steps, response, decisions, near_miss_tol)
 
     parts = []
-    for part in prefixes.map_batches(compare_batch):
+    for part in prefixes.map_batches(compare_batch, *(() if quantized is None else (quantized,))):
         parts.append(part)
         advance(len(np.unique(part.prompt)))
-    return States.concatenate(parts)
+    return _finite(States.concatenate(parts))
 
 
 def padded_responses(batch: PromptBatch, by_prompt: dict[int, Trajectory]) -> Tensor:
@@ -129,27 +137,21 @@ def _visited(batch: PromptBatch, by_prompt: dict[int, Trajectory]) -> tuple[Tens
     return rows, steps
 
 
-def _rows_at_once(policy: LanguageModel) -> int:
-    """Kernels hold no logits, so that memory does not bound them."""
-    return KERNEL_ROWS if kernels.fit(policy.structure.head.weight) else state_rows(policy.vocabulary)
+def _rows_at_once(policy: LanguageModel, other: LanguageModel | None) -> int:
+    """States per chunk. Kernels hold no logits, so that memory does not bound them."""
+    by_kernels = other is None and kernels.fit(policy.structure.head.weight)
+    return KERNEL_ROWS if by_kernels else state_rows(policy.vocabulary)
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, total, size))
 
 
-def _decide_chunk(prefixes: Prefixes, dense: Tensor, quant: Tensor) -> dict[str, np.ndarray]:
-    found = decide_hidden(prefixes.policy, dense, quant)
-    return {
-        "reference": found.reference.int().cpu().numpy(),
-        "competitor": found.competitor.int().cpu().numpy(),
-        "quantized": found.quantized.int().cpu().numpy(),
-        "margin_dense": found.margin_dense.cpu().numpy(),
-        "margin_quant": found.margin_quant.cpu().numpy(),
-        "erosion": found.erosion.cpu().numpy(),
-        "js": found.js.cpu().numpy(),
-        "kl": found.kl.cpu().numpy(),
-    }
+def _columns(decisions: Decisions) -> dict[str, np.ndarray]:
+    """Tokens as int32, everything else as it is."""
+    names = ("reference", "competitor", "quantized", "margin_dense", "margin_quant", "erosion", "js", "kl")
+    columns = {name: getattr(decisions, name).cpu() for name in names}
+    return {name: (c if c.is_floating_point() else c.int()).numpy() for name, c in columns.items()}
 
 
 def _states(
@@ -170,3 +172,15 @@ def _states(
         kind=np.where(mismatch, MISMATCH, np.where(near_miss, NEAR_MISS, AGREE)).astype(np.int8),
         **decisions,
     )
+
+
+def _finite(states: States) -> States:
+    """The states, if every logit they come from was a number."""
+    broken = np.flatnonzero(~np.isfinite(states.erosion + states.js))
+    if len(broken):
+        row = int(broken[0])
+        raise OnPTQError(
+            f"the model's logits overflow or hold NaN at prompt {states.prompt[row]}, token {states.t[row]}: "
+            "its weights or its settings are broken"
+        )
+    return states

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from onptq.bank import Trajectory
 from onptq.engine.prefixes import Prefixes
 from onptq.engine.rollout import greedy_rollouts
+from onptq.models.language_model import Side
 
 
-def follow(prefixes: Prefixes, *, advance: Callable[[int], None] = lambda prompts: None) -> list[Trajectory]:
-    """Q's greedy response to every prompt, y_t = argmax z_Q(s_t)."""
-    return greedy_rollouts(prefixes, "Q", advance)
+def follow(
+    prefixes: Prefixes, side: Side = "Q", *, advance: Callable[[int], None] = lambda prompts: None
+) -> list[Trajectory]:
+    """Q's greedy response to every prompt, y_t = argmax z_Q(s_t); or D's, for the control that is off-policy."""
+    return greedy_rollouts(prefixes, side, advance)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,19 +18,21 @@ from onptq.cycle.divergence import kl_divergence
 from onptq.engine.prefixes import whole_prompts
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.quantizer.policy import Policy
+from onptq.registry import LOSS_TERMS
 
+PAPER_TERMS = ("anchor", "hidden", "pair", "response")
 MASSIVE_SHARE = 0.001  # tokens of largest norm that do not count in a block's energy
 
 
 @dataclass(frozen=True)
-class Item:
+class UpdateSequence:
     """One prompt of an update: its tokens up to the last critical state's prefix, and what is frozen about those states."""
 
     sequence: EncodedPrompt
     anchor: Tensor  # [S] weight of each token in the anchor; 0 on response tokens
     at: Tensor  # [C] where in the sequence each critical state's prediction is made
     weight: Tensor  # [C] in the hidden and the pair loss
-    share: Tensor  # [C] in the response loss
+    response_weight: Tensor  # [C] in the response loss
     reference: Tensor  # [C]
     competitor: Tensor  # [C]
     margin_dense: Tensor  # [C]
@@ -38,25 +40,36 @@ class Item:
 
 @dataclass(frozen=True)
 class Terms:
-    """The four sums of the objective, each a scalar."""
+    """The sums of the objective, each a scalar: the paper's four, and by name those that a recipe adds."""
 
     anchor: Tensor
     hidden: Tensor
     pair: Tensor
     response: Tensor
+    added: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __add__(self, other: Terms) -> Terms:
-        return Terms(*(mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)))
+        theirs = other.named()
+        return Terms.of({name: mine + theirs[name] for name, mine in self.named().items()})
 
-    def values(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.anchor, self.hidden, self.pair, self.response
+    def scaled(self, scale: float) -> Terms:
+        """Without gradients, times `scale`."""
+        return Terms.of({name: scale * value.detach() for name, value in self.named().items()})
+
+    def named(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in PAPER_TERMS} | dict(self.added)
+
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor]) -> Terms:
+        added = {name: value for name, value in named.items() if name not in PAPER_TERMS}
+        return cls(named["anchor"], named["hidden"], named["pair"], named["response"], added)
 
     def floats(self) -> dict[str, float]:
-        names = ("anchor", "hidden", "pair", "response")
-        return dict(zip(names, torch.stack(self.values()).tolist(), strict=True))
+        named = self.named()
+        return dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True))
 
 
-def make_items(
+def make_sequences(
     policy: Policy,
     prompts: Sequence[EncodedPrompt],
     trajectories: Sequence[Trajectory],
@@ -64,32 +77,37 @@ def make_items(
     *,
     modality_balanced: bool = False,
     every_response: bool = False,
-) -> list[Item]:
+    consequence: float = 0.0,
+) -> list[UpdateSequence]:
     """One item per prompt, with its weighted states; the anchor's weights sum to 1 over all prompts (Eq. 14's 1 / |U|).
 
-    With `every_response` the response loss is a plain mean over all states, critical or not."""
+    With `every_response` the response loss is a mean over all states, critical or not, each with the weight
+    1 + `consequence` * A_t.
+    """
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     share = _anchor_share(prompts, modality_balanced)
     items = []
+    weights = None if states is None else 1 + consequence * states.consequence.astype(np.float64)
     for prompt in prompts:
         rows = np.zeros(0, np.int64)
         if states is not None:
             rows = np.flatnonzero((states.prompt == prompt.ordinal) & (every_response | (states.weight > 0)))
-        item = _make_item(policy, prompt, by_prompt.get(prompt.ordinal), states, rows, share)
-        if every_response and states is not None:
-            item = replace(item, share=torch.full_like(item.weight, 1 / len(states)))
+        item = _make_sequence(policy, prompt, by_prompt.get(prompt.ordinal), states, rows, share)
+        if every_response and weights is not None:
+            shares = torch.from_numpy(weights[rows] / weights.sum())
+            item = replace(item, response_weight=shares.to(item.weight))
         items.append(item)
     return items
 
 
-def _make_item(
+def _make_sequence(
     policy: Policy,
     prompt: EncodedPrompt,
     trajectory: Trajectory | None,
     states: States | None,
     rows: np.ndarray,
     share: Tensor,
-) -> Item:
+) -> UpdateSequence:
     device = policy.device
     sequence, steps = prompt, torch.zeros(0, dtype=torch.long, device=device)
     columns = [torch.zeros(0, device=device)] * 4
@@ -103,7 +121,7 @@ def _make_item(
     anchor[: prompt.length] = share[prompt.modality.long()]
     weight, reference, competitor, margin_dense = columns
     at = steps + prompt.length - 1
-    return Item(sequence, anchor, at, weight, weight, reference.long(), competitor.long(), margin_dense)
+    return UpdateSequence(sequence, anchor, at, weight, weight, reference.long(), competitor.long(), margin_dense)
 
 
 def _anchor_share(prompts: Sequence[EncodedPrompt], balanced: bool) -> Tensor:
@@ -144,7 +162,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def block_energy(targets: Targets, items: Iterable[Item]) -> Tensor:
+def block_energy(targets: Targets, items: Iterable[UpdateSequence]) -> Tensor:
     """Mean dense energy per channel after each block over the anchor's tokens, [L], without the few massive ones that would
     drown the rest."""
     energies = [_wide(targets.of(item.sequence)[:, item.anchor > 0]).square().mean(-1) for item in items]
@@ -155,10 +173,19 @@ def block_energy(targets: Targets, items: Iterable[Item]) -> Tensor:
 
 
 def measure(
-    policy: Policy, items: Sequence[Item], targets: Targets, energy: Tensor | None = None, *, checkpointed: bool = False
+    policy: Policy,
+    items: Sequence[UpdateSequence],
+    targets: Targets,
+    energy: Tensor | None = None,
+    *,
+    added: Iterable[str] = (),
+    checkpointed: bool = False,
 ) -> Terms:
-    """One causal forward of Q over all the items: every anchor position and every critical state. `energy` [L] divides each
-    block's error; without it the loss is the paper's, literally."""
+    """The terms of all items, by one causal forward of Q: every anchor position and every critical state.
+
+    `energy` [L] divides each block's error; without it the loss is the paper's, literally. `added` names loss terms of the
+    registry.
+    """
     batch = PromptBatch.of([item.sequence for item in items])
     dense = [targets.of(item.sequence) for item in items]
     rows = torch.cat([torch.full_like(item.at, row) for row, item in enumerate(items)])
@@ -179,18 +206,41 @@ def measure(
         final = policy.run(whole_prompts(batch), observe=observe, checkpointed=checkpointed)
     final_dense = torch.cat([blocks[-1][item.at] for blocks, item in zip(dense, items, strict=True)])
     pair, response = _decision_terms(policy, items, final_dense, final[rows, at])
-    return Terms(anchor, hidden, pair, response)
+    sums = {name: _added_term(policy, items, final_dense, final[rows, at], LOSS_TERMS[name]) for name in added}
+    return Terms(anchor, hidden, pair, response, sums)
 
 
-def _decision_terms(policy: Policy, items: Sequence[Item], dense: Tensor, quant: Tensor) -> tuple[Tensor, Tensor]:
+def _added_term(
+    policy: Policy, items: Sequence[UpdateSequence], dense: Tensor, quant: Tensor, term: Callable[..., Tensor]
+) -> Tensor:
+    """The weighted sum of a registered term over the critical states, a chunk of logits at a time."""
+    weight, reference, competitor = (
+        torch.cat([getattr(item, name) for item in items]) for name in ("weight", "reference", "competitor")
+    )
+
+    def losses(dense: Tensor, quant: Tensor, reference: Tensor, competitor: Tensor) -> Tensor:
+        return term(policy.logits(dense).detach(), policy.logits(quant), reference, competitor)
+
+    total = torch.zeros((), device=policy.device)
+    size = state_rows(policy.vocabulary, models=4)
+    for start in range(0, len(weight), size):
+        rows = slice(start, start + size)
+        chunk = dense[rows], quant[rows], reference[rows], competitor[rows]
+        total = total + (checkpoint(losses, *chunk, use_reentrant=False, preserve_rng_state=False) * weight[rows]).sum()
+    return total
+
+
+def _decision_terms(
+    policy: Policy, items: Sequence[UpdateSequence], dense: Tensor, quant: Tensor
+) -> tuple[Tensor, Tensor]:
     """Weighted sums of the pair loss (Eq. 16) and the response loss (Eq. 17), a chunk of states at a time."""
-    names = ("weight", "share", "reference", "competitor", "margin_dense")
-    weight, share, reference, competitor, margin_dense = (
+    names = ("weight", "response_weight", "reference", "competitor", "margin_dense")
+    weight, response_weight, reference, competitor, margin_dense = (
         torch.cat([getattr(item, name) for item in items]) for name in names
     )
     if kernels.fit(dense, quant, policy.structure.head.weight):
         losses = decision_losses(policy, dense, quant, reference, competitor, margin_dense)
-        return (losses[0] * weight).sum(), (losses[1] * share).sum()
+        return (losses[0] * weight).sum(), (losses[1] * response_weight).sum()
     pair = response = torch.zeros((), device=policy.device)
     size = state_rows(policy.vocabulary, models=4)
     for start in range(0, len(weight), size):
@@ -207,7 +257,7 @@ def _decision_terms(policy: Policy, items: Sequence[Item], dense: Tensor, quant:
             preserve_rng_state=False,
         )
         pair = pair + (losses[0] * weight[rows]).sum()
-        response = response + (losses[1] * share[rows]).sum()
+        response = response + (losses[1] * response_weight[rows]).sum()
     return pair, response
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 
 from onptq.bank import MISMATCH, Column, States
 from onptq.errors import OnPTQError
 from onptq.recipe import RiskConfig, SelectConfig
+from onptq.registry import SELECTION_RULES
 
 
 def score(states: States, cfg: RiskConfig) -> States:
@@ -24,12 +28,22 @@ def score(states: States, cfg: RiskConfig) -> States:
     return states.with_columns(risk=risk.astype(np.float32))
 
 
+@dataclass(frozen=True)
+class Ranking:
+    """What a selection rule says of every state: which it may take, and what it takes first."""
+
+    eligible: Column  # bool [S]
+    rank: Column  # [S], the largest first
+    budgeted: bool = True  # False takes every eligible state, all with the same weight
+
+
 def select(states: States, cfg: SelectConfig, *, risk: RiskConfig | None = None, seed: int = 0) -> States:
-    """Eqs. 10-11 and the ablated rules. Ties go to the earlier prompt, then the earlier token, so that two runs agree."""
-    eligible, rank = _rank(states, cfg.rule, risk or RiskConfig(), seed)
-    order = np.lexsort((states.t, states.prompt, -rank))
-    order = order[eligible[order]]
-    if cfg.rule == "all":
+    """Eqs. 10-11 and other rules. Ties go to the earlier prompt, then the earlier token, so that two runs agree."""
+    rule: Callable[..., Ranking] = SELECTION_RULES[cfg.rule]
+    ranking = rule(states, risk or RiskConfig(), np.random.default_rng(seed))
+    order = np.lexsort((states.t, states.prompt, -ranking.rank))
+    order = order[ranking.eligible[order]]
+    if not ranking.budgeted:
         chosen = order
     elif cfg.per_prompt is not None:
         chosen = order[_place_within_prompt(states.prompt[order]) < cfg.per_prompt]
@@ -38,33 +52,45 @@ def select(states: States, cfg: SelectConfig, *, risk: RiskConfig | None = None,
     critical = np.zeros(len(states), np.bool_)
     critical[chosen] = True
     weight = np.zeros(len(states), np.float64)
-    weight[chosen] = 1.0 if cfg.rule == "all" or cfg.weights == "uniform" else states.risk[chosen]
+    weight[chosen] = states.risk[chosen] if ranking.budgeted and cfg.weights == "risk" else 1.0
     total = weight.sum()
     if total == 0 and len(chosen):
         weight[chosen], total = 1.0, float(len(chosen))
     return states.with_columns(critical=critical, weight=(weight / (total or 1.0)).astype(np.float32))
 
 
+def by_risk(states: States, risk: RiskConfig, rng: np.random.Generator) -> Ranking:
+    """Candidates of the largest risk."""
+    return Ranking(states.candidates, states.risk)
+
+
+def every_state(states: States, risk: RiskConfig, rng: np.random.Generator) -> Ranking:
+    """Every state, candidate or not."""
+    return Ranking(np.ones(len(states), np.bool_), np.zeros(len(states)), budgeted=False)
+
+
+def mismatches_by_risk(states: States, risk: RiskConfig, rng: np.random.Generator) -> Ranking:
+    """Mismatches of the largest risk, no near misses."""
+    return Ranking(states.kind == MISMATCH, states.risk)
+
+
+def by_erosion_and_divergence(states: States, risk: RiskConfig, rng: np.random.Generator) -> Ranking:
+    """Candidates of the largest local damage, without the consequence."""
+    return Ranking(states.candidates, states.erosion + risk.divergence_weight * _divergence(states, risk))
+
+
+def by_consequence(states: States, risk: RiskConfig, rng: np.random.Generator) -> Ranking:
+    """Candidates of the largest consequence, whatever their erosion."""
+    return Ranking(states.candidates, states.consequence)
+
+
+def at_random(states: States, risk: RiskConfig, rng: np.random.Generator) -> Ranking:
+    """Candidates at random."""
+    return Ranking(states.candidates, rng.random(len(states)))
+
+
 def _divergence(states: States, cfg: RiskConfig) -> Column:
     return states.kl if cfg.divergence == "kl" else states.js
-
-
-def _rank(states: States, rule: str, risk: RiskConfig, seed: int) -> tuple[Column, Column]:
-    """Which states a rule may take, and what it takes first."""
-    match rule:
-        case "risk":
-            return states.candidates, states.risk
-        case "all":
-            return np.ones(len(states), np.bool_), np.zeros(len(states))
-        case "mismatch":
-            return states.kind == MISMATCH, states.risk
-        case "mismatch_near_miss":
-            return states.candidates, states.erosion + risk.divergence_weight * _divergence(states, risk)
-        case "consequence":
-            return states.candidates, states.consequence
-        case "random":
-            return states.candidates, np.random.default_rng(seed).random(len(states))
-    raise OnPTQError(f"unknown selection rule {rule!r}")
 
 
 def _place_within_prompt(prompts: Column) -> Column:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from typing import TypeVar
@@ -14,13 +13,10 @@ from onptq.cycle.branch import branch
 from onptq.cycle.calibrate import Holdout, Progress, calibrate, order_seed
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
+from onptq.cycle.inputs import Inputs
 from onptq.cycle.risk import score, select
-from onptq.engine.budget import BatchBudget, Budgets
 from onptq.engine.prefixes import Prefixes
-from onptq.models.encoding import EncodedPrompt
-from onptq.models.language_model import Side
 from onptq.progress import Reporter
-from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 from onptq.run import Codec, Run
@@ -28,7 +24,6 @@ from onptq.run import Codec, Run
 SAVE_SECONDS = 20.0  # an update writes down where it is about this often
 HALFWAY = ".calibrate.safetensors"  # an update that has not ended
 UPDATE = "update.json"  # how many steps an update took, and which iterate it kept
-ROOM = "room.json"  # what turned out to fit into memory, where that was less than the recipe says
 
 T = TypeVar("T")
 TRAJECTORIES = Codec(write_trajectories, read_trajectories)
@@ -38,22 +33,9 @@ STATES = Codec(States.write, States.read)
 class Cycle:
     """One run of the cycle. Every step is read back if an earlier process finished it, and computed otherwise."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        prompts: Sequence[EncodedPrompt],
-        holdout: Sequence[EncodedPrompt],
-        recipe: Recipe,
-        run: Run,
-        reporter: Reporter,
-        budgets: Budgets,
-    ) -> None:
-        self.policy, self.prompts, self.recipe, self.run, self.reporter = policy, prompts, recipe, run, reporter
-        self.budgets = budgets
-        self.tokens = self._room("tokens", recipe.compute.batch_tokens)
-        self.updated = self._room("prompts", recipe.calibrate.micro_batch)
-        self.prefixes = self._prefixes(prompts)
-        self.held_out = self._prefixes(holdout) if holdout else None
+    def __init__(self, inputs: Inputs, recipe: Recipe, run: Run, reporter: Reporter) -> None:
+        self.inputs, self.recipe, self.run, self.reporter = inputs, recipe, run, reporter
+        self.policy, self.prefixes = inputs.policy, inputs.prefixes
 
     def rounds(self, theta: Theta) -> Theta:
         """theta^(R), from theta^(0): the algorithm of appendix A."""
@@ -65,43 +47,26 @@ class Cycle:
                 continue
             if self.recipe.settles and not theta.settled:
                 theta = self.policy.settle(theta)  # the same Q, without the offsets its codes may have come from
-            self.speak_as(theta)
+            self.inputs.speak_as(theta)
             if k == 0 or self.recipe.refresh:
-                trajectories = self.follow(f"rounds/{k}/trajectories.parquet", f"Follow {k + 1}", self.prefixes)
+                trajectories = self.follow(
+                    f"rounds/{k}/trajectories.parquet", f"Follow {k + 1}", self.prefixes, self.recipe.follow.policy
+                )
                 states = self.bank(k, trajectories)
             else:
                 trajectories = self.repeat(k, "trajectories.parquet", TRAJECTORIES)
                 states = self.repeat(k, "bank.parquet", STATES)
             theta = self.update(k, trajectories, states, theta)
             self.run.write_behind(theta.saving(), committed, instead_of=halfway)
-        self.speak_as(theta)
+        self.inputs.speak_as(theta)
         return theta
 
-    def arm(self, recipe: Recipe, run: Run, reporter: Reporter) -> Cycle:
-        """The cycle of another recipe over the same policy and prompts: what D left in the caches serves it too."""
-        other = copy.copy(self)
-        other.recipe, other.run, other.reporter = recipe, run, reporter
-        return other
-
-    def speak_as(self, theta: Theta) -> None:
-        """Q is what theta folds to; whatever was cached of the previous Q is no longer true."""
-        if self.budgets.keep == "nothing":
-            self.policy.attach(theta)
-        else:
-            self.policy.freeze(theta, keep=self.budgets.keep)
-        self._forget("Q")
-
-    def release(self) -> None:
-        """Drop every cached prefix of both models."""
-        self._forget("D")
-        self._forget("Q")
-
-    def follow(self, name: str, label: str, prefixes: Prefixes) -> list[Trajectory]:
-        """Q's own greedy rollouts."""
+    def follow(self, name: str, label: str, prefixes: Prefixes, policy: str = "quantized") -> list[Trajectory]:
+        """Q's own greedy rollouts, or the dense model's."""
 
         def compute() -> list[Trajectory]:
             with self.reporter.phase(label, total=_count(prefixes), unit="prompts") as bar:
-                return follow(prefixes, advance=bar.advance)
+                return follow(prefixes, "Q" if policy == "quantized" else "D", advance=bar.advance)
 
         return self.run.step(name, TRAJECTORIES, compute)
 
@@ -123,7 +88,8 @@ class Cycle:
             states = self.compare(compared, f"Compare {k + 1}", self.prefixes, trajectories)
             if recipe.calibrate.gamma == 0:
                 return score(states, recipe.risk)
-            states = self.branch(k, trajectories, states)
+            if recipe.branches:
+                states = self.branch(k, trajectories, states)
             return select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
 
         states = self.run.step(f"rounds/{k}/bank.parquet", STATES, compute)
@@ -135,8 +101,9 @@ class Cycle:
         return states
 
     def branch(self, k: int, trajectories: Sequence[Trajectory], states: States) -> States:
-        """Both tokens of every candidate, forced and continued by D."""
-        total = int(states.candidates.sum())
+        """Both tokens of every candidate, forced and continued by Q; of every state where the response KL is weighted by it."""
+        everywhere = self.recipe.calibrate.consequence > 0
+        total = len(states) if everywhere else int(states.candidates.sum())
         if not total:
             return states
         with self.reporter.phase(f"Branch {k + 1}", total=total, unit="candidates") as bar:
@@ -147,6 +114,8 @@ class Cycle:
                 horizon=self.recipe.branch.horizon,
                 divergence=self.recipe.risk.divergence,
                 eos_as_max=self.recipe.branch.eos_as_max,
+                count_forced=self.recipe.branch.count_forced,
+                everywhere=everywhere,
                 advance=bar.advance,
             )
 
@@ -155,22 +124,23 @@ class Cycle:
         return self.run.step(f"rounds/{k}/{name}", codec, lambda: self.run.read(f"rounds/0/{name}", codec.read))
 
     def holdout(self, name: str, label: str) -> Holdout | None:
-        """Held-out prompts under the present Q: rollouts and comparison, kept beside the rounds."""
-        if self.held_out is None:
+        """Rollouts and states of the held-out prompts under the present Q."""
+        held_out = self.inputs.held_out
+        if held_out is None:
             return None
-        trajectories = self.follow(f"{name}/holdout_trajectories.parquet", f"Follow {label}", self.held_out)
-        states = self.compare(f"{name}/holdout.parquet", f"Compare {label}", self.held_out, trajectories)
-        prompts = [prompt for batch in self.held_out.batches for prompt in batch.prompts]
+        trajectories = self.follow(f"{name}/holdout_trajectories.parquet", f"Follow {label}", held_out)
+        states = self.compare(f"{name}/holdout.parquet", f"Compare {label}", held_out, trajectories)
+        prompts = [prompt for batch in held_out.batches for prompt in batch.prompts]
         return Holdout(sorted(prompts, key=lambda prompt: prompt.ordinal), trajectories, states)
 
     def update(self, k: int, trajectories: Sequence[Trajectory], states: States, theta: Theta) -> Theta:
         cfg, saved = self.recipe.calibrate, f"rounds/{k}/{HALFWAY}"
         holdout = self.holdout(f"rounds/{k}", f"held-out {k + 1}")
-        self._forget("Q")  # this Q has said all it will be asked
+        self.inputs.forget("Q")  # the update changes it
         progress = None
         if self.run.has(saved):
             progress = self.run.read(saved, lambda path: Progress.load(path, self.policy.device))
-        steps = cfg.epochs * -(-len(self.prompts) // cfg.batch)
+        steps = cfg.epochs * -(-len(self.inputs.prompts) // cfg.batch)
         last_saved = time.monotonic()
 
         def save(progress: Progress) -> None:
@@ -189,15 +159,15 @@ class Cycle:
 
             result = calibrate(
                 self.policy,
-                self.prompts,
+                self.inputs.prompts,
                 trajectories,
                 states,
                 theta,
                 cfg,
                 holdout=holdout,
                 seed=order_seed(self.recipe.seed, k),
-                target_budget=self.budgets.targets,
-                batch_budget=self.updated,
+                target_budget=self.inputs.budgets.targets,
+                batch_budget=self.inputs.update_prompts,
                 progress=progress,
                 save=save,
                 log=log,
@@ -212,29 +182,6 @@ class Cycle:
         return bank_figures(self.run.read(bank, States.read)) | (
             self.run.read_json(update) if self.run.has(update) else {}
         )
-
-    def _forget(self, side: Side) -> None:
-        for prefixes in (self.prefixes, self.held_out):
-            if prefixes is not None:
-                prefixes.forget(side)
-
-    def _prefixes(self, prompts: Sequence[EncodedPrompt]) -> Prefixes:
-        return Prefixes(
-            self.policy,
-            prompts,
-            max_tokens=self.recipe.follow.max_tokens,
-            batch_tokens=self.tokens,
-            budget=self.budgets.prefixes,
-        )
-
-    def _room(self, unit: str, size: int) -> BatchBudget:
-        def keep(size: int) -> None:
-            self.run.write_json(self._known_room() | {unit: size}, ROOM)
-
-        return BatchBudget(min(size, self._known_room().get(unit, size)), unit, warn=self.reporter.warn, keep=keep)
-
-    def _known_room(self) -> dict[str, int]:
-        return self.run.read_json(ROOM) if self.run.has(ROOM) else {}
 
 
 def _count(prefixes: Prefixes) -> int:

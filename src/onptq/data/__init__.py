@@ -1,1 +1,1 @@
-"""Calibration prompts: what a manifest line says, and how a manifest is read."""
+"""Calibration prompts: manifests, images and audio."""

@@ -7,16 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from onptq.data.manifest import SHOWN_ERRORS, load_manifest, repeated
+from onptq.data.manifest import SHOWN_ERRORS, load_manifest, repeated, without_repeats
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 
 ON_BAD_PROMPT = ("fail", "skip")
+FEW_CALIBRATION, FEW_HELD_OUT = 100, 24  # below which there is a warning
 
 
 class Sizes(Protocol):
@@ -36,6 +38,9 @@ class Prompts:
     holdout: Sequence[Prompt]
     given: int = 0  # prompts to choose from
     skipped: Sequence[str] = field(default=(), compare=False)  # why each bad one was left out
+    duplicates: int = field(default=0, compare=False)  # prompts left out, as they are there already
+    overlapping: int = field(default=0, compare=False)  # held-out prompts left out, as they calibrate
+    from_file: bool = field(default=False, compare=False)  # a manifest's, to which its user can add some
 
     @property
     def every(self) -> list[Prompt]:
@@ -49,14 +54,17 @@ class Prompts:
         return f"{counts} ({shown})" if shown else counts
 
     def warnings(self) -> list[str]:
-        """What a user should know of these prompts before they trust a figure."""
-        texts = []
-        if self.skipped:
-            texts.append(describe_skipped(self.skipped))
-        if both := repeated(self.holdout, self.calibration):
+        """Facts about these prompts that a user should know."""
+        texts = [describe_skipped(self.skipped)] if self.skipped else []
+        if self.duplicates:
+            texts.append(f"{self.duplicates} prompts are left out: the same text and media are there already")
+        if self.overlapping:
+            texts.append(f"{self.overlapping} held-out prompts are left out: they are calibration prompts too")
+        calibration, holdout = len(self.calibration), len(self.holdout)
+        if self.from_file and (calibration < FEW_CALIBRATION or holdout < FEW_HELD_OUT):
             texts.append(
-                f"{len(both)} of {len(self.holdout)} held-out prompts are calibration prompts too, e.g. {both[0]}: "
-                "held-out figures look better than they are"
+                f"{calibration} calibration and {holdout} held-out prompts are few: calibration may not help, and its figures "
+                f"are rough; {FEW_CALIBRATION} and {FEW_HELD_OUT} or more are better"
             )
         return texts
 
@@ -82,13 +90,14 @@ def gather_prompts(
     sizes: Sizes,
     modalities: frozenset[str],
     *,
+    seed: int = 0,
     usable: Callable[[Prompt], object] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Prompts:
-    """Which prompts calibrate and which are held out; ordinals are unique over both.
+    """Which prompts calibrate and which are held out, no content twice; ordinals are unique over both.
 
-    A bad prompt is an error, unless `usable` is given, which raises where a model cannot take a prompt: then bad prompts
-    are skipped.
+    They are drawn by `seed`, of every modality and task alike. A bad prompt is an error. With `usable`, which raises where a
+    model cannot take a prompt, bad prompts are skipped.
     """
     if calibration is None:
         return Prompts((), ())
@@ -106,11 +115,22 @@ def gather_prompts(
         raise OnPTQError(
             "\n".join(("there are no calibration prompts; expected at least one", *(bad or ())[:SHOWN_ERRORS]))
         )
+    from_file = isinstance(calibration, str | Path)
+    unique = without_repeats(candidates)
+    duplicates = len(candidates) - len(unique)
     if holdout is None:
-        chosen, held = split(candidates, prompts=sizes.prompts, holdout=sizes.holdout, share=sizes.holdout_share)
-        return Prompts(chosen, held, len(candidates), tuple(bad or ()))
-    held = read(holdout, len(candidates))
-    return Prompts(candidates[: sizes.prompts], held, len(candidates) + len(held), tuple(bad or ()))
+        chosen, held = split(unique, prompts=sizes.prompts, holdout=sizes.holdout, share=sizes.holdout_share, seed=seed)
+        return Prompts(chosen, held, len(candidates), tuple(bad or ()), duplicates, from_file=from_file)
+    others = read(holdout, len(candidates))
+    held = without_repeats(others)
+    duplicates += len(others) - len(held)
+    chosen = sorted(stratified(unique, seed)[: sizes.prompts], key=lambda prompt: prompt.ordinal)
+    both = {prompt.ordinal for prompt in repeated(held, chosen)}
+    kept = [prompt for prompt in held if prompt.ordinal not in both]
+    if not kept:
+        raise OnPTQError(f"all {len(held)} held-out prompts are calibration prompts too; expected others")
+    given = len(candidates) + len(others)
+    return Prompts(chosen, kept, given, tuple(bad or ()), duplicates, len(both), from_file)
 
 
 def _keep_usable(prompts: Sequence[Prompt], usable: Callable[[Prompt], object], bad: list[str]) -> list[Prompt]:
@@ -126,18 +146,35 @@ def _keep_usable(prompts: Sequence[Prompt], usable: Callable[[Prompt], object], 
 
 
 def split(
-    manifest: Sequence[Prompt], /, *, prompts: int, holdout: int, share: float
+    manifest: Sequence[Prompt], /, *, prompts: int, holdout: int, share: float, seed: int = 0
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Calibration prompts, then held-out ones: spare prompts first, else at most `share` of the manifest."""
+    """Calibration and held-out prompts, each in the manifest's order: held out are spare ones, else at most `share`."""
     count = len(manifest)
     spare = count - min(count, prompts)
     held = min(holdout, max(spare, math.floor(share * count)))
     calibration = min(prompts, count - held)
-    return list(manifest[:calibration]), list(manifest[calibration : calibration + held])
+    drawn = stratified(manifest, seed)
+    parts = drawn[:calibration], drawn[calibration : calibration + held]
+    chosen, apart = (sorted(part, key=lambda prompt: prompt.ordinal) for part in parts)
+    return chosen, apart
+
+
+def stratified(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+    """All prompts in a random order of which every part has each modality and task (column `task`) in its share."""
+    strata: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        strata.setdefault(f"{_kinds(prompt)}/{prompt.extra.get('task', '')}", []).append(prompt)
+    placed: list[tuple[float, int, Prompt]] = []
+    for name, members in strata.items():
+        rng = Random(f"{seed}/{name}")
+        rng.shuffle(members)
+        offset = rng.random()
+        placed += [((place + offset) / len(members), one.ordinal, one) for place, one in enumerate(members)]
+    return [prompt for *_, prompt in sorted(placed, key=lambda entry: entry[:2])]
 
 
 def write_prompts(prompts: Prompts, input_ids: Sequence[Sequence[int]], path: Path) -> None:
-    """`prompts.parquet`: exactly what went into the model, media by path and hash, or embedded where they have no path."""
+    """Write `prompts.parquet`: the tokens of every prompt, and its media by path and hash, or embedded."""
     media = pa.list_(pa.struct([("path", pa.string()), ("sha256", pa.string()), ("bytes", pa.binary())]))
     roles = ["calibration"] * len(prompts.calibration) + ["holdout"] * len(prompts.holdout)
     columns = {

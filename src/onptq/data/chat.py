@@ -79,7 +79,7 @@ def check_text(value: Any, name: str = "text") -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in the words of an error."""
+    """The kind of a JSON value, in the words of an error."""
     names = {type(None): "nothing", bool: "true or false", int: "a number", float: "a number", str: "text"}
     names |= {bytes: "bytes", list: "a list" if value else "an empty list", dict: "a mapping"}
     return names.get(type(value), type(value).__name__)
@@ -149,7 +149,7 @@ def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
 
 
 def _split_placeholders(text: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """The text as parts: `<image>` and `<audio>`, of these kinds, with the space around them become parts of their own."""
+    """The text as parts. `<image>` and `<audio>`, of these kinds, become parts of their own, without space around."""
     parts: list[dict[str, Any]] = []
     end = 0
     for match in _PLACEHOLDER.finditer(text):
@@ -161,7 +161,7 @@ def _split_placeholders(text: str, kinds: Sequence[str]) -> list[dict[str, Any]]
 
 
 def _read_part(part: Any, named: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """The part as a prompt has it; what a media part names goes to `named`."""
+    """The part as a prompt has it; the file of a media part is appended to `named`."""
     form = part.get("type") if isinstance(part, dict) else None
     if form not in PARTS:
         shown = f"type {form!r}" if isinstance(part, dict) else kind_of(part)

@@ -1,4 +1,4 @@
-"""Read a calibration manifest: JSONL or parquet, a prompt per line or row, every image decoded and every file hashed."""
+"""Calibration manifests: JSONL or parquet, a prompt per line or row, every image decoded and every file hashed."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def load_manifest(
 ) -> list[Prompt]:
     """Read and check every prompt, or the first `limit`; `modalities` are those the model can take (None: any).
 
-    A bad prompt, or one that `usable` raises an OnPTQError for, is an error. With a list `bad` it is left out instead, and
-    why is appended there. `note` is called with what was ignored: columns that are no part of the format, answers that
-    ended a conversation.
+    A bad prompt, or one that `usable` raises an OnPTQError for, is an error. With a list `bad` it is left out instead,
+    and its error is appended there. `note` is called with ignored columns and with answers that ended a conversation.
     """
     manifest = Path(path)
     reader = _Reader(manifest, modalities)
@@ -82,8 +81,20 @@ def manifest_digest(prompts: Iterable[Prompt]) -> str:
 
 def repeated(prompts: Iterable[Prompt], others: Iterable[Prompt]) -> list[Prompt]:
     """Those of `prompts` whose messages and media are also those of one of `others`."""
-    contents = {json.dumps(_content(prompt), sort_keys=True) for prompt in others}
-    return [prompt for prompt in prompts if json.dumps(_content(prompt), sort_keys=True) in contents]
+    contents = {_text(prompt) for prompt in others}
+    return [prompt for prompt in prompts if _text(prompt) in contents]
+
+
+def without_repeats(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The prompts, of those with the same messages and media only the first."""
+    first: dict[str, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(_text(prompt), prompt)
+    return list(first.values())
+
+
+def _text(prompt: Prompt) -> str:
+    return json.dumps(_content(prompt), sort_keys=True)
 
 
 def _content(prompt: Prompt) -> list[Any]:
@@ -158,7 +169,7 @@ def _without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Reader:
-    """Reads records; what several of them share is read once."""
+    """A reader of records. A file that several of them name is read once."""
 
     manifest: Path
     modalities: frozenset[str] | None

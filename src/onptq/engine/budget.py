@@ -9,10 +9,14 @@ from typing import Literal, TypeVar
 
 import torch
 
+from onptq.engine.memory import free_memory
 from onptq.quantizer.modules import Keep
+from onptq.quantizer.policy import Policy
+from onptq.recipe import Recipe
 
 T = TypeVar("T")
 Held = Keep | Literal["nothing"]  # of Q's weights
+SHARE_OF_FREE = 0.5  # of the device's free memory, for prefixes and targets together
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,31 @@ class Budgets:
     prefixes: int | None = None
     targets: int | None = None
     keep: Held = "floats"
+
+    @classmethod
+    def within(cls, free: int, floats: int, codes: int, recipe: Recipe, on_gpu: bool) -> Budgets:
+        """Half of the `free` bytes, shared by prefixes and targets. Q's weights, which take so many bytes as `floats` and as
+        `codes`, stay as integers, floats or codes where these fit beside that."""
+        cache = recipe.compute.cache_gib
+        budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
+        return cls(budget // 2, budget // 2, keep_of_q(free, cache, floats, codes, recipe, on_gpu))
+
+    @classmethod
+    def of(cls, policy: Policy, recipe: Recipe) -> Budgets:
+        """The budgets of a policy that is loaded and not yet used, from what its device has free now."""
+        parameters = [parameter for block in policy.structure.blocks for parameter in block.module.parameters()]
+        floats, codes = sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters)
+        return cls.within(free_memory(policy.device), floats, codes, recipe, policy.device.type == "cuda")
+
+
+def keep_of_q(free: int, cache_gib: float | None, floats: int, codes: int, recipe: Recipe, on_gpu: bool) -> Held:
+    """What is held of Q's weights, by their bytes as floats and as codes. Settled codes are theta's own and cost nothing."""
+    codes_fit = recipe.settles or codes < SHARE_OF_FREE * free
+    if codes_fit and on_gpu and recipe.multiplies_integers:
+        return "integers"
+    if cache_gib is None and floats < SHARE_OF_FREE * free / 2:
+        return "floats"
+    return "codes" if codes_fit else "nothing"
 
 
 class BatchBudget:

@@ -1,5 +1,6 @@
-"""Greedy decoding, one token of every row at a time. On a GPU a step is recorded as a CUDA graph and replayed: the host starts
-one graph instead of a thousand kernels."""
+"""Greedy decoding, one token of every row at a time.
+
+On a GPU a step is recorded as a CUDA graph and replayed: the host launches one graph instead of a thousand kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ MIN_REPLAYS = 8  # steps that a recording must serve to gain anything
 
 
 class Decoding:
-    """y_t = argmax z(s_t) for a batch. All that changes from step to step lies in tensors of its own."""
+    """y_t = argmax z(s_t) for a batch. All that changes from step to step is in tensors of its own."""
 
     def __init__(self, policy: LanguageModel, batch: PromptBatch, prefix: Prefix, limit: int) -> None:
         size, device = len(batch.prompts), policy.device
@@ -35,7 +36,7 @@ class Decoding:
         self._go: Callable[[], None] = self._step
 
     def step(self) -> None:
-        """One more token of every row."""
+        """Decode one more token of every row."""
         if self._replays and self.written == 1 + WARM_UP:
             self._go = _recorded(self._step)
         self._go()
@@ -58,8 +59,9 @@ def replays(policy: LanguageModel, limit: int) -> bool:
 
 
 def _recorded(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a CUDA graph: recording runs nothing, every replay is one step. `step` itself where it cannot be recorded,
-    for want of memory or because the model waits for a number of the GPU."""
+    """The step as a CUDA graph: recording runs nothing, every replay is one step.
+
+    `step` itself where it cannot be recorded, for want of memory or because the model waits for a number of the GPU."""
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

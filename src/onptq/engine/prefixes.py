@@ -1,7 +1,7 @@
-"""Prefilled prompts, kept between the steps of a round so that nothing that is cached is computed again.
+"""Prefilled prompts, cached between the steps of a round.
 
-Prompts are split into the same batches in every step and every session, so a prefix that had to be dropped and computed again
-is bit for bit the one that was dropped. Only a batch that does not fit into memory is split anew.
+Prompts are split into the same batches in every step and every process, so a prefix that was dropped and computed again
+is bit for bit the old one. Only a batch that does not fit into memory is split anew.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Key(NamedTuple):
 
 @dataclass
 class Prefix:
-    """One batch under one policy: its cache, and the residual stream at each prompt's last token, which predicts y_1."""
+    """The prompts of one batch under one side: keys and values, and the residual stream that predicts y_1."""
 
     cache: KVCache
     last: Tensor  # [B, d]
@@ -61,18 +61,19 @@ class Prefixes:
         self._cached: dict[_Key, Prefix] = {}
 
     def map_batches(self, work: Callable[[int], T], *others: Prefixes) -> Iterator[T]:
-        """`work(index)` of every batch. A batch that does not fit into memory is split, with all after it and, in the same way,
-        those of `others`."""
+        """`work(index)` of every batch.
+
+        A batch that does not fit into memory is split, with all after it and, in the same way, those of `others`."""
         index = 0
         while index < len(self.batches):
             try:
-                done = work(index)
+                result = work(index)
             except torch.OutOfMemoryError:
                 fits = False
             else:
                 fits = True
             if fits:
-                yield done
+                yield result
                 index += 1
             else:
                 self._shrink(index)
@@ -81,7 +82,7 @@ class Prefixes:
                 give_back_memory()
 
     def batch_like(self, other: Prefixes) -> None:
-        """The same prompts in the same batches, also where either had to be split."""
+        """Bring both, which hold the same prompts, into the same batches, also where either had to be split."""
         if [len(batch.prompts) for batch in self.batches] != [len(batch.prompts) for batch in other.batches]:
             for prefixes in (self, other):
                 prefixes._split(0, min(self.batch_budget.size, other.batch_budget.size))
@@ -92,11 +93,11 @@ class Prefixes:
             if len(batch.prompts) * (batch.width + self.max_tokens) <= self.batch_budget.size:
                 self.batch_budget.halve()  # else it was halved already
         elif self.budget != 0:
-            self.budget = 0  # alone it may fit where nothing else is kept
+            self.budget = 0  # alone it may fit where nothing else is cached
         else:
             raise OnPTQError(
-                f"a prompt of {batch.width} tokens and a response of {self.max_tokens} do not fit into memory even alone; "
-                "expected a shorter prompt, smaller images, a shorter response or a device with more memory"
+                f"a prompt of {batch.width} tokens and a response of {self.max_tokens} do not fit into memory even "
+                "alone; expected a shorter prompt, smaller images, a shorter response or a device with more memory"
             )
 
     def _split(self, index: int, batch_tokens: int) -> None:
@@ -106,7 +107,9 @@ class Prefixes:
         self.batches[index:] = [PromptBatch.of(group) for group in groups]
 
     def forget(self, side: Side) -> None:
-        """Free the memory of one side's prefixes. Never needed for correctness: those of an earlier Q are not used again."""
+        """Free the memory of one side's prefixes.
+
+        Results do not depend on it: prefixes of an earlier Q are never used."""
         self._cached = {key: prefix for key, prefix in self._cached.items() if key.side != side}
 
     def _key(self, index: int, side: Side) -> _Key:
@@ -133,7 +136,7 @@ class Prefixes:
 
     @torch.no_grad()
     def teacher_force(self, index: int, side: Side, response: Tensor) -> tuple[Prefix, Tensor]:
-        """One teacher-forced forward over `response` [B, T]: the residual stream that predicts each of its tokens, [B, T, d].
+        """The residual stream [B, T, d] that predicts each token of `response` [B, T], by one teacher-forced forward.
 
         Leaves tokens 1..T-1 in the cache: no state's prefix holds y_T.
         """
@@ -166,20 +169,20 @@ class Prefixes:
 
 
 def whole_prompts(batch: PromptBatch) -> Tokens:
-    """Prompts from their first token on."""
+    """The input of the decoder for whole prompts."""
     return Tokens(batch.embeds, batch.positions, prompt_mask(batch.real), batch.deepstack)
 
 
 def prompt_mask(real: Tensor) -> Tensor | None:
-    """None on a GPU, whose attention is faster where it is causal and nothing else: padding is on the right, so that no token has
-    any before it."""
+    """The mask of whole prompts. None on a GPU, where plain causal attention is faster: padding is on the right, so no
+    token sees any."""
     return None if real.is_cuda else causal_mask(real, 0)
 
 
-def causal_mask(real: Tensor, start: int) -> Tensor:
-    """Queries are the slots from `start` on, keys are all slots: causal, and only real keys, [B, 1, S, K]."""
+def causal_mask(real: Tensor, first: int) -> Tensor:
+    """[B, 1, S, K]: queries are the slots from `first` on, keys are all slots; causal, and only real keys."""
     slots = torch.arange(real.shape[1], device=real.device)
-    return (slots[start:, None] >= slots)[None, None] & real[:, None, None, :]
+    return (slots[first:, None] >= slots)[None, None] & real[:, None, None, :]
 
 
 def _partition(prompts: Sequence[EncodedPrompt], batch_tokens: int, max_tokens: int) -> list[list[EncodedPrompt]]:

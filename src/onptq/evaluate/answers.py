@@ -1,9 +1,8 @@
-"""Greedy answers of D or Q to items that are encoded once for everybody who answers them."""
+"""Greedy answers of D or Q to items that are encoded once for every model with the same towers."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,7 @@ import pyarrow.parquet as pq
 from onptq.engine.budget import BatchBudget
 from onptq.engine.prefixes import Prefixes
 from onptq.engine.rollout import greedy_rollouts
-from onptq.errors import OnPTQError
-from onptq.evaluate.items import Item
+from onptq.evaluate.tasks import Item, check_items
 from onptq.models.encoding import EncodedPrompt, encode
 from onptq.models.language_model import LanguageModel, Side
 from onptq.models.processing import PromptProcessor
@@ -25,7 +23,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said to an item, and what it earned."""
+    """The answer to an item, and the points it earned."""
 
     item: str  # the item's id
     task: str
@@ -35,8 +33,7 @@ class Answer:
 
 
 class Questions:
-    """Encoded items in batches of like answer lengths. Towers ran here; nothing of a prompt is kept for an answer that
-    is asked for only once."""
+    """Encoded items in batches of like answer lengths. Towers run here, once; prefixes are not cached, as none is used twice."""
 
     def __init__(
         self,
@@ -70,14 +67,14 @@ class Questions:
 
 
 def answer(questions: Questions, side: Side, advance: Advance = lambda items: None) -> list[Answer]:
-    """Every item answered greedily and graded, in the order of the items."""
-    said = {
+    """Greedy answers to every item, graded, in the order of the items."""
+    responses = {
         one.prompt: one.tokens
         for group in questions.groups
         for one in greedy_rollouts(group, side=side, advance=advance)
     }
     texts = questions.tokenizer.batch_decode(
-        [list(said[number]) for number in range(len(questions.items))], skip_special_tokens=True
+        [list(responses[number]) for number in range(len(questions.items))], skip_special_tokens=True
     )
     return [grade(item, text) for item, text in zip(questions.items, texts, strict=True)]
 
@@ -87,27 +84,11 @@ def grade(item: Item, text: str) -> Answer:
     return Answer(item.id, item.task, text, earned.points, earned.total)
 
 
-def check_items(items: Sequence[Item]) -> None:
-    """Answers of two models are paired by the items' ids, and a task is measured in one way."""
-    if not items:
-        raise OnPTQError("there are no items to evaluate; expected at least one")
-    twice = [name for name, count in Counter(item.id for item in items).items() if count > 1]
-    if twice:
-        raise OnPTQError(f"{len(twice)} item ids are there more than once, e.g. {twice[0]!r}; expected unique ids")
-    measures: dict[str, str] = {}
-    for item in items:
-        if measures.setdefault(item.task, item.measure) != item.measure:
-            raise OnPTQError(
-                f"item {item.id!r} of task {item.task!r} is measured by {item.measure}, others of that task by "
-                f"{measures[item.task]}; expected one measure per task"
-            )
-
-
 def write_answers(answers: Mapping[str, Sequence[Answer]], path: Path) -> None:
-    """One row per arm and item."""
-    rows = [(arm, one) for arm, given in answers.items() for one in given]
+    """Write one row per model and item."""
+    rows = [(name, one) for name, each in answers.items() for one in each]
     columns = {
-        "arm": pa.array([arm for arm, _ in rows], pa.string()),
+        "arm": pa.array([name for name, _ in rows], pa.string()),
         "item": pa.array([one.item for _, one in rows], pa.string()),
         "task": pa.array([one.task for _, one in rows], pa.string()),
         "answer": pa.array([one.text for _, one in rows], pa.string()),

@@ -1,31 +1,48 @@
-"""From `method:scheme` to its theta, and what that cost: seconds, peak memory, bytes of the checkpoint."""
+"""From a candidate to its theta and its cost: seconds, peak memory, bytes of the checkpoint."""
 
 from __future__ import annotations
 
 import gc
-import math
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from onptq import methods
 from onptq.checkpoint.source import Source
-from onptq.checkpoint.write import storage_format
-from onptq.data.prompts import Prompt
-from onptq.evaluate.candidates import Built
-from onptq.models.encoding import EncodedPrompt
-from onptq.models.structure import LINEARS
-from onptq.progress import Reporter
-from onptq.quantizer.policy import Policy
+from onptq.checkpoint.write import check_exportable, output_bytes
+from onptq.cycle.rounds import Cycle
+from onptq.data.manifest import manifest_digest
+from onptq.evaluate.candidates import MethodCandidate, RunCandidate, folder_name
+from onptq.evaluate.guard import keep_better
+from onptq.evaluate.session import Session
+from onptq.evaluate.store import COST, IDENTITY, THETA, path_of
+from onptq.progress import LoggedReporter, NamedReporter
 from onptq.quantizer.theta import Theta
-from onptq.run import run_home
+from onptq.recipe import Recipe
+from onptq.run import INIT, Run
+from onptq.schemes import Scheme
 
-# Phases of the job that are no calibration: what every method needs alike, and what follows it.
-UNCOUNTED = ("Hash", "Load", "Encode", "Export", "Verify")
+# With the same theta^(0) these files of the first round are the same in every candidate, the former where Q itself is followed.
+FOLLOWED = "rounds/0/trajectories.parquet"
+HELD_OUT = tuple(f"rounds/0/{name}" for name in ("holdout_trajectories.parquet", "holdout.parquet"))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What calibration took, where it was done here, and the size of the checkpoint."""
+
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    checkpoint_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        return asdict(self)
 
 
 @dataclass
@@ -35,75 +52,113 @@ class Peak:
     bytes: int | None = None
 
 
-def build_at_once(
-    policy: Policy,
-    name: str,
-    method: Callable[[Policy, Sequence[EncodedPrompt], Callable[[int], None]], Theta],
-    prompts: Sequence[EncodedPrompt],
-    source: Source,
-    reporter: Reporter,
-) -> tuple[Theta, dict[str, Any]]:
-    """Theta of a method that goes over the blocks once, and its cost."""
+def build(candidates: Sequence[MethodCandidate | RunCandidate], session: Session) -> None:
+    """Commit the theta and the cost of every candidate that has none yet."""
+    run = session.run
+    waiting = [one for one in candidates if not run.has(*path_of(one.name, COST))]
+    for one in sorted(waiting, key=lambda one: (_in_rounds(one), str(one.scheme))):
+        if isinstance(one, RunCandidate):
+            theta, cost = Theta.load(one.theta), Cost()
+        elif one.recipe.rounds:
+            theta, cost = _by_rounds(one, session)
+        else:
+            theta, cost = _by_base_method(one.name, one.recipe, session)
+        with run.writing(*path_of(one.name, THETA)) as path:
+            theta.save(path)
+        size = checkpoint_bytes(session.source, one.scheme)
+        run.write_json(cost.to_dict() | {"checkpoint_bytes": size}, *path_of(one.name, COST))
+
+
+def _in_rounds(one: MethodCandidate | RunCandidate) -> bool:
+    return isinstance(one, MethodCandidate) and one.recipe.rounds > 0
+
+
+def _by_base_method(name: str, recipe: Recipe, session: Session) -> tuple[Theta, Cost]:
+    """theta^(0) of the recipe."""
+    policy = session.policy(Scheme.parse(recipe.scheme))
+    prompts = session.calibration_prompts(recipe)[0] if recipe.init != "rtn" else []
     with (
-        reporter.phase(f"Build {name}", total=policy.blocks, unit="blocks") as bar,
+        session.reporter.phase(f"Build {name}", total=policy.blocks, unit="blocks") as bar,
         measured_peak(policy.device) as peak,
     ):
         began = time.monotonic()
-        theta = method(policy, prompts, bar.advance)
+        theta = methods.initialize(policy, prompts, recipe, bar.advance)
         seconds = time.monotonic() - began
-    cost = {"seconds": seconds, "peak_bytes": peak.bytes, "checkpoint_bytes": checkpoint_bytes(policy, source)}
-    return theta, cost
+    return theta, Cost(seconds, peak.bytes)
 
 
-def build_by_the_cycle(
-    candidate: Built,
-    source: Source,
-    calibration: Sequence[Prompt],
-    holdout: Sequence[Prompt],
-    folder: Path,
-    device: torch.device,
-    reporter: Reporter,
-    start: Path,
-) -> tuple[Theta, dict[str, Any]]:
-    """The whole job into `folder`, checkpoint included, from the theta^(0) in the file `start`; after a kill it goes on where
-    it was."""
-    from onptq.pipeline import INIT, quantize  # above this module, which the job's own comparison shares
-
-    data = candidate.recipe.data
-    with measured_peak(device) as peak:
-        result = quantize(
-            source.name,
-            folder,
-            calibration=calibration[: data.prompts],
-            holdout=holdout[: data.holdout],
-            recipe=candidate.recipe,
-            reporter=reporter,
-            verify=False,
-            start=start,
-        )
-    rounds = candidate.recipe.rounds
-    last = ("rounds", str(rounds - 1), "theta.safetensors") if rounds else (INIT,)
-    theta = Theta.load(run_home(folder).joinpath(*last), device)
-    seconds = _calibration_seconds(result.summary["seconds"])
-    return theta, {
-        "seconds": seconds,
-        "peak_bytes": peak.bytes,
-        "checkpoint_bytes": result.summary["checkpoint"]["bytes"],
-    }
+def _by_rounds(one: MethodCandidate, session: Session) -> tuple[Theta, Cost]:
+    """Calibrate in the candidate's own part of the run, where every finished step is kept."""
+    run, recipe = session.run.arm("/".join(path_of(one.name, "run"))), one.recipe
+    init, init_seconds = _init(one, session)
+    shared = first_rollouts(recipe)
+    inputs = session.inputs(recipe, run)
+    reporter = LoggedReporter(NamedReporter(session.plain_reporter, one.name), run.log)
+    copy_missing(init, run, shared)
+    with measured_peak(session.device) as peak:
+        cycle, read_init = Cycle(inputs, recipe, run, reporter), partial(Theta.load, init.file(THETA), session.device)
+        theta = keep_better(cycle, cycle.rounds(read_init()), read_init)
+    run.wait()
+    copy_missing(run, init, shared)
+    return theta, Cost(init_seconds + sum(run.seconds().values()), peak.bytes)
 
 
-def checkpoint_bytes(policy: Policy, source: Source) -> int:
-    """What the exporter would write: the source's bytes, with codes and steps in place of the decoder's linears."""
-    scheme = policy.scheme
-    bits = scheme.weight_bits if storage_format(scheme) == "pack-quantized" else 8
-    total = folder_bytes(source.shards)
-    for block in policy.structure.blocks:
-        for name in LINEARS:
-            rows, columns = block.child(name).weight.shape  # type: ignore[union-attr, misc]
-            groups = rows * (columns // (scheme.group_size or columns))
-            step = policy.storage.itemsize + (not scheme.symmetric)
-            total += math.ceil(rows * columns * bits / 8) + groups * step - rows * columns * policy.storage.itemsize
-    return int(total)
+def _init(one: MethodCandidate, session: Session) -> tuple[Run, float]:
+    """The folder of theta^(0), and the seconds it took: made once for all candidates with the same init and prompts."""
+    run, recipe = session.run, one.recipe
+    if one.init_run is not None:
+        return _given_init(one, one.init_run, run), 0.0
+    name, digest = f"{recipe.init}:{one.scheme}", manifest_digest(session.calibration[: recipe.data.prompts])
+    same = path_of(name)  # the base method may be a candidate itself
+    record = run.read_json(*same, IDENTITY) if run.has(*same, COST) else {}
+    home = init_home(recipe, session)
+    if not run.has(*home, COST):
+        if (record.get("calibration"), record.get("init_steps")) == (digest, recipe.init_steps):
+            cost = Cost(**run.read_json(*same, COST))
+            with run.writing(*home, THETA) as path:
+                shutil.copyfile(run.file(*same, THETA), path)
+        else:
+            theta, cost = _by_base_method(name, recipe, session)
+            with run.writing(*home, THETA) as path:
+                theta.save(path)
+        run.write_json(cost.to_dict(), *home, COST)
+    return run.arm("/".join(home)), run.read_json(*home, COST)["seconds"] or 0.0
+
+
+def _given_init(one: MethodCandidate, home: Path, run: Run) -> Run:
+    """theta^(0) and the first rollouts of another run, copied."""
+    init = run.arm("/".join(("inits", folder_name(one.name))))
+    for target, source in ((THETA, home / INIT), *((file, home / file) for file in first_rollouts(one.recipe))):
+        if source.exists() and not init.has(target):
+            with init.writing(target) as path:
+                shutil.copyfile(source, path)
+    return init
+
+
+def first_rollouts(recipe: Recipe) -> tuple[str, ...]:
+    return (FOLLOWED, *HELD_OUT) if recipe.follow.policy == "quantized" else HELD_OUT
+
+
+def init_home(recipe: Recipe, session: Session) -> tuple[str, str]:
+    """The folder of a recipe's theta^(0): one for every base method, scheme and set of prompts."""
+    prompts = [*session.calibration[: recipe.data.prompts], *session.holdout[: recipe.data.holdout]]
+    settings = f"{recipe.init_steps}-{recipe.follow.max_tokens}-{recipe.risk.near_miss_tol}"
+    name = folder_name(f"{recipe.init}:{recipe.scheme}")
+    return "inits", f"{name}-{settings}-{manifest_digest(prompts)[:12]}"
+
+
+def copy_missing(source: Run, target: Run, names: Sequence[str]) -> None:
+    """Copy the files that only `source` has."""
+    for name in names:
+        if source.has(name) and not target.has(name):
+            with target.writing(name) as path:
+                shutil.copyfile(source.file(name), path)
+
+
+def checkpoint_bytes(source: Source, scheme: Scheme) -> int:
+    """The size of the weights that an export in this scheme would write."""
+    checkpoint, decoder = check_exportable(source.folder, (*source.family.ignore, *source.family.other_models))
+    return output_bytes(checkpoint, decoder, scheme)
 
 
 def folder_bytes(files: Sequence[Path]) -> int:
@@ -112,7 +167,7 @@ def folder_bytes(files: Sequence[Path]) -> int:
 
 @contextmanager
 def measured_peak(device: torch.device) -> Iterator[Peak]:
-    """On a GPU what tensors held, on a CPU what the process held."""
+    """The peak of a with-block: on a GPU what tensors held, on a CPU what the process held."""
     peak = Peak()
     gc.collect()
     if device.type == "cuda":
@@ -121,14 +176,10 @@ def measured_peak(device: torch.device) -> Iterator[Peak]:
         peak.bytes = torch.cuda.max_memory_allocated(device)
         return
     reset = False
-    with suppress(OSError):  # Linux forgets the high-water mark when asked so
+    with suppress(OSError):  # Linux resets the high-water mark on this write
         Path("/proc/self/clear_refs").write_text("5")
         reset = True
     yield peak
     if reset:
         status = Path("/proc/self/status").read_text()
         peak.bytes = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-
-
-def _calibration_seconds(phases: Mapping[str, float]) -> float:
-    return sum(seconds for phase, seconds in phases.items() if phase.split()[0] not in UNCOUNTED)

@@ -1,61 +1,90 @@
-"""Margin flips on joint-critical states: one frozen bank per scheme, on which every candidate of that scheme is judged.
-
-The paper judges variants of one initial checkpoint on that checkpoint's bank. Here methods of every kind are judged, and a bank
-of any of them would hold the mistakes of just that one and of what starts from it; so it is plain rounding's.
-"""
+"""Margins on joint-critical states: the same prefixes and the same two tokens for every candidate of a scheme."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from onptq.bank import States, Trajectory, read_trajectories
-from onptq.evaluate.candidates import Built, Candidate, folder_name, parse_candidates
-from onptq.evaluate.margins import joint_critical, margins_on
-from onptq.evaluate.session import Hall
-from onptq.evaluate.store import MARGINS, ROLLOUTS, STATES, THETA, parts
-from onptq.quantizer.theta import Theta
-from onptq.recipe import Recipe
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
 
-VISITOR = "rtn"  # whose rollouts visit the bank's states
+from onptq.bank import MISMATCH, Column, States, Trajectory
+from onptq.cycle.branch import branch
+from onptq.cycle.compare import padded_responses, pair_margin, state_rows
+from onptq.engine.prefixes import Prefixes
 
+HORIZON = 16  # tokens over which a consequence is measured here, whatever the calibration looks ahead
+TOP = 0.2  # share of all states that count as consequential
 
-def bank_candidates(candidates: Sequence[Candidate], recipe: Recipe) -> dict[str, Built]:
-    """By scheme, the candidate whose states are the bank; folders have no scheme and are judged on none."""
-    schemes = dict.fromkeys(str(one.scheme) for one in candidates if isinstance(one, Built))
-    found = parse_candidates([f"{VISITOR}:{scheme}" for scheme in schemes], recipe) if schemes else []
-    return {str(one.scheme): one for one in found if isinstance(one, Built)}
-
-
-def judge_critical(candidates: Sequence[Built], visitors: Mapping[str, Built], hall: Hall) -> None:
-    """The margins of every candidate that has none yet."""
-    for scheme, visitor in visitors.items():
-        same = [one for one in candidates if str(one.scheme) == scheme]
-        waiting = [one for one in same if not hall.run.has(*parts(one.name, MARGINS))]
-        if not waiting:
-            continue
-        rollouts = read_trajectories(hall.run.file(*parts(visitor.name, ROLLOUTS)))
-        bank = _bank(visitor, rollouts, hall)
-        for one in waiting:
-            _speak_as(one, hall)
-            with hall.reporter.phase(f"Margins {one.name}", total=len(hall.prompts), unit="prompts") as bar:
-                margins = margins_on(hall.prefixes(), rollouts, bank, bar.advance)
-            with hall.run.writing(*parts(one.name, MARGINS)) as path:
-                margins.write(path)
+Advance = Callable[[int], None]
 
 
-def _bank(visitor: Built, rollouts: Sequence[Trajectory], hall: Hall) -> States:
-    home = ("critical", f"{folder_name(visitor.name)}.parquet")
-    if not hall.run.has(*home):
-        states = States.read(hall.run.file(*parts(visitor.name, STATES)))
-        _speak_as(visitor, hall)
-        with hall.reporter.phase(f"Branch {visitor.name}", total=len(states), unit="states") as bar:
-            bank = joint_critical(hall.prefixes(), rollouts, states, advance=bar.advance)
-        with hall.run.writing(*home) as path:
-            bank.write(path)
-    return States.read(hall.run.file(*home))
+@dataclass(frozen=True)
+class Margins:
+    """One row per state of a bank, in its order."""
+
+    prompt: Column  # int32
+    t: Column  # int32
+    dense: Column  # float32, m_D
+    quant: Column  # float32, m_Q of this candidate for the bank's reference and competitor
+    critical: Column  # bool, joint-critical
+
+    def write(self, path: Path) -> None:
+        pq.write_table(pa.table({name: pa.array(column) for name, column in vars(self).items()}), path)
+
+    @classmethod
+    def read(cls, path: Path) -> Margins:
+        table = pq.read_table(path)
+        return cls(**{name: table[name].to_numpy() for name in table.column_names})
 
 
-def _speak_as(one: Built, hall: Hall) -> None:
-    policy = hall.policy(one.scheme)
-    policy.freeze(Theta.load(hall.run.file(*parts(one.name, THETA)), hall.device), keep="floats")
-    hall.prefixes().forget("Q")
+def joint_critical(
+    prefixes: Prefixes,
+    trajectories: Sequence[Trajectory],
+    states: States,
+    *,
+    horizon: int = HORIZON,
+    advance: Advance = lambda states: None,
+) -> States:
+    """The states with those marked critical that are mismatches of a consequence in the top fifth of all states.
+
+    Every state is branched for that.
+    """
+    branched = branch(prefixes, trajectories, states, horizon=horizon, everywhere=True, advance=advance)
+    bar = np.quantile(branched.consequence, 1 - TOP) if len(states) else 0.0
+    critical = (states.kind == MISMATCH) & (branched.horizon > 0) & (branched.consequence >= bar)
+    return branched.with_columns(critical=critical)
+
+
+@torch.no_grad()
+def margins_on(
+    candidate: Prefixes,
+    trajectories: Sequence[Trajectory],
+    bank: States,
+    advance: Advance = lambda prompts: None,
+) -> Margins:
+    """Q's margins (Eq. 5) at the states of a bank, teacher-forced on the rollouts that visited them."""
+    by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
+    quant = np.empty(len(bank), np.float32)
+    size = state_rows(candidate.policy.vocabulary, models=1)
+
+    def read_batch(index: int) -> int:
+        batch = candidate.batches[index]
+        hidden = candidate.teacher_force(index, "Q", padded_responses(batch, by_prompt))[1]  # [B, T, d]
+        for place, prompt in enumerate(batch.prompts):
+            of_prompt = np.flatnonzero(bank.prompt == prompt.ordinal)
+            for rows in np.split(of_prompt, range(size, len(of_prompt), size)):
+                steps, reference, competitor = (
+                    torch.from_numpy(column[rows].astype(np.int64)).to(hidden.device)
+                    for column in (bank.t - 1, bank.reference, bank.competitor)
+                )
+                margin = pair_margin(candidate.policy.logits(hidden[place, steps]), reference, competitor)
+                quant[rows] = margin.float().cpu().numpy()
+        return len(batch.prompts)
+
+    for prompts in candidate.map_batches(read_batch):
+        advance(prompts)
+    return Margins(bank.prompt, bank.t, bank.margin_dense, quant, bank.critical)

@@ -1,4 +1,4 @@
-"""What answers are worth: scores per task, their average, and correctness flips against the dense model."""
+"""Scores per task, their average, and correctness flips against the dense model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer
-from onptq.evaluate.items import Item, Measure
+from onptq.evaluate.tasks import Item, Scoring
 
 
 @dataclass(frozen=True)
 class TaskScore:
     """Points over totals: the share of right answers or right facts, or the word error rate, where less is better."""
 
-    measure: Measure
+    measure: Scoring
     items: int
     points: float
     total: float
@@ -52,15 +52,15 @@ class Flips:
 
 @dataclass(frozen=True)
 class Scores:
-    """One arm on all tasks."""
+    """One model on all tasks."""
 
     tasks: Mapping[str, TaskScore]
 
     @property
     def average(self) -> float | None:
         """Unweighted mean over the tasks where more is better."""
-        found = [score.percent for score in self.tasks.values() if not score.less_is_better]
-        shares = [percent for percent in found if percent is not None]
+        percents = [score.percent for score in self.tasks.values() if not score.less_is_better]
+        shares = [percent for percent in percents if percent is not None]
         return sum(shares) / len(shares) if shares else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Change:
-    """How one arm's answers differ from the dense model's, item by item."""
+    """How one model's answers differ from the dense model's, item by item."""
 
     flips: Mapping[str, Flips]  # by task, of the tasks whose answers are right or wrong
     changed: Mapping[str, float]  # by task, the share of answers with another text
@@ -106,7 +106,7 @@ def compare_answers(items: Sequence[Item], dense: Sequence[Answer], quantized: S
     for (item, before), (_, after) in pairs:
         moved.setdefault(item.task, []).append(before.text != after.text)
         if item.measure == "accuracy":
-            was, now = _right(before), _right(after)
+            was, now = is_right(before), is_right(after)
             flips[item.task] = flips.get(item.task, Flips(0, 0, 0)) + Flips(
                 1, int(was and not now), int(now and not was)
             )
@@ -114,7 +114,7 @@ def compare_answers(items: Sequence[Item], dense: Sequence[Answer], quantized: S
     return Change(flips, share, sum(map(sum, moved.values())) / len(items))
 
 
-def _right(given: Answer) -> bool:
+def is_right(given: Answer) -> bool:
     return given.points == given.total
 
 

@@ -1,4 +1,4 @@
-"""The room everybody is examined in: the dense model, loaded for one scheme at a time, and what it encoded once."""
+"""What all candidates of a comparison share: the dense model, one scheme at a time, and everything encoded once."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import torch
 
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source
+from onptq.cycle.inputs import Inputs
 from onptq.data.prompts import Prompt
 from onptq.engine.budget import BatchBudget
 from onptq.engine.prefixes import Prefixes
 from onptq.evaluate.answers import Questions
-from onptq.evaluate.items import Item
+from onptq.evaluate.tasks import Item
 from onptq.models.encoding import EncodedPrompt, encode
 from onptq.models.language_model import LanguageModel
 from onptq.models.processing import PromptProcessor
-from onptq.progress import Reporter
+from onptq.progress import LoggedReporter, Reporter
 from onptq.quantizer.policy import Policy
+from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
 from onptq.run import Run
 from onptq.schemes import UNQUANTIZED_BITS, Scheme
 
-PREFIX_BYTES = 2 * 2**30  # of the dense model's prompts, kept between candidates
+PREFIX_BYTES = 2 * 2**30  # of the dense model's prompts, cached between candidates
 
 
-class Hall:
-    """Items and prompts are encoded once for every candidate that shares the dense model's embeddings and towers."""
+class Session:
+    """A comparison in progress. Candidates that share the dense model's embeddings and towers share what these encoded."""
 
     def __init__(
         self,
@@ -38,22 +40,26 @@ class Hall:
         items: Sequence[Item],
         prompts: Sequence[Prompt],
         calibration: Sequence[Prompt],
+        holdout: Sequence[Prompt],
         run: Run,
         reporter: Reporter,
     ) -> None:
-        self.source, self.recipe, self.device, self.dtype = source, recipe, device, dtype
-        self.items, self.prompts, self.calibration, self.run, self.reporter = items, prompts, calibration, run, reporter
-        self.room = BatchBudget(recipe.compute.batch_tokens, "tokens", warn=reporter.warn)
+        self.source, self.recipe, self.device, self.dtype, self.run = source, recipe, device, dtype, run
+        self.items, self.prompts, self.calibration, self.holdout = items, prompts, calibration, holdout
+        self.plain_reporter, self.reporter = reporter, LoggedReporter(reporter, run.log)
+        self.batch_tokens = BatchBudget(recipe.compute.batch_tokens, "tokens", warn=reporter.warn)
         self.processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
         self._policy: Policy | None = None
         self._questions: Questions | None = None
         self._prefixes: Prefixes | None = None
-        self._encoded: dict[str, list[EncodedPrompt]] = {}
+        self._inputs: dict[tuple[int, ...], Inputs] = {}
+        self._prompts: list[EncodedPrompt] | None = None
+        self._calibration: dict[tuple[int, int], list[EncodedPrompt]] = {}
 
     def policy(self, scheme: Scheme | None = None) -> Policy:
         """The dense policy of that scheme; without one, of whichever is loaded."""
         if self._policy is None or (scheme is not None and self._policy.scheme != scheme):
-            self.rest()
+            self.release()
             chosen = scheme or Scheme(UNQUANTIZED_BITS, UNQUANTIZED_BITS)
             with self.reporter.phase("Load", total=1, unit="checkpoint") as bar:
                 self._policy = load_policy(self.source, chosen, device=self.device, dtype=self.dtype)
@@ -62,46 +68,64 @@ class Hall:
                 self._questions = self._questions.put_to(self._policy)
         return self._policy
 
-    def rest(self) -> None:
-        """Give the model's memory back until it is asked for again."""
+    def release(self) -> None:
+        """Give the model's memory back; it is loaded again when it is needed."""
         if self._policy is not None:
             self._policy.release()
         self._policy = self._prefixes = None
+        self._inputs.clear()
         gc.collect()
 
+    def speak_as(self, theta: Theta) -> None:
+        """Make Q of the loaded policy what theta folds to."""
+        self.policy().freeze(theta, keep="floats")
+        if self._prefixes is not None:
+            self._prefixes.forget("Q")
+
     def questions(self) -> Questions:
+        """The items, encoded by the dense model."""
         if self._questions is None:
-            self._questions = self.ask(self.policy(), "Encode items")
+            self._questions = self.encode_items(self.policy(), "Encode items")
         return self._questions
 
-    def ask(self, policy: LanguageModel, label: str) -> Questions:
+    def encode_items(self, model: LanguageModel, label: str) -> Questions:
         with self.reporter.phase(label, total=len(self.items), unit="items") as bar:
-            return Questions(policy, self.processor, self.items, batch_tokens=self.room, advance=bar.advance)
+            return Questions(model, self.processor, self.items, batch_tokens=self.batch_tokens, advance=bar.advance)
 
     def prefixes(self) -> Prefixes:
-        """The held-out prompts under the dense policy."""
+        """The prompts on which behaviour is compared, under the dense policy."""
         if self._prefixes is None:
             policy = self.policy()
-            if "prompts" not in self._encoded:
-                self._encoded["prompts"] = self.encode(policy, self.prompts, "Encode prompts")
-            self._prefixes = self.batched(policy, self._encoded["prompts"], PREFIX_BYTES)
+            if self._prompts is None:
+                self._prompts = self.encode_prompts(policy, self.prompts, "Encode prompts")
+            self._prefixes = self.batched(policy, self._prompts, PREFIX_BYTES)
         return self._prefixes
 
-    def batched(self, policy: LanguageModel, prompts: Sequence[EncodedPrompt], budget: int) -> Prefixes:
-        return Prefixes(
-            policy,
-            prompts,
-            max_tokens=self.recipe.follow.max_tokens,
-            batch_tokens=self.room,
-            budget=budget,
-        )
+    def batched(self, model: LanguageModel, prompts: Sequence[EncodedPrompt], budget: int) -> Prefixes:
+        tokens = self.recipe.follow.max_tokens
+        return Prefixes(model, prompts, max_tokens=tokens, batch_tokens=self.batch_tokens, budget=budget)
 
-    def known(self, count: int) -> list[EncodedPrompt]:
-        """The first calibration prompts, encoded."""
-        if "calibration" not in self._encoded:
-            self._encoded["calibration"] = self.encode(self.policy(), self.calibration, "Encode calibration")
-        return self._encoded["calibration"][:count]
+    def calibration_prompts(self, recipe: Recipe) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
+        """Calibration and held-out prompts of a recipe, encoded together as its run would encode them."""
+        used, held_out = self.calibration[: recipe.data.prompts], self.holdout[: recipe.data.holdout]
+        counts = len(used), len(held_out)
+        if counts not in self._calibration:
+            prompts = [*used, *held_out]
+            self._calibration[counts] = self.encode_prompts(self.policy(), prompts, "Encode calibration")
+        encoded = self._calibration[counts]
+        return encoded[: len(used)], encoded[len(used) :]
 
-    def encode(self, policy: LanguageModel, prompts: Sequence[Prompt], label: str) -> list[EncodedPrompt]:
+    def inputs(self, recipe: Recipe, run: Run) -> Inputs:
+        """What rounds by `recipe` work on; what D computed of it serves every candidate with prompts of the same number."""
+        policy = self.policy(Scheme.parse(recipe.scheme))
+        prompts, held_out = self.calibration_prompts(recipe)
+        sizes = recipe.follow.max_tokens, recipe.compute.batch_tokens, recipe.calibrate.micro_batch
+        key = len(prompts), len(held_out), *sizes
+        if key not in self._inputs:
+            self._inputs.clear()  # one set of caches at a time
+            self._inputs[key] = Inputs(policy, prompts, held_out, recipe, run, self.reporter.warn)
+        return self._inputs[key]
+
+    def encode_prompts(self, model: LanguageModel, prompts: Sequence[Prompt], label: str) -> list[EncodedPrompt]:
         with self.reporter.phase(label, total=len(prompts), unit="prompts") as bar:
-            return encode(policy, self.processor.ahead(prompts, self.recipe.follow.max_tokens), advance=bar.advance)
+            return encode(model, self.processor.ahead(prompts, self.recipe.follow.max_tokens), advance=bar.advance)

@@ -1,31 +1,38 @@
-"""What a comparison folder keeps of every candidate, in files of its own, and when that is the candidate asked for."""
+"""The files of a comparison: one folder per candidate, each result a file of its own, written when it is whole."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from onptq.bank import States
 from onptq.errors import OnPTQError
-from onptq.evaluate.answers import read_answers
+from onptq.evaluate.answers import Answer, read_answers
 from onptq.evaluate.candidates import DENSE, folder_name
-from onptq.evaluate.margins import Margins
+from onptq.evaluate.critical import Margins
 from onptq.evaluate.summary import Results
 from onptq.files import to_json
 from onptq.overrides import difference
-from onptq.run import Run
+from onptq.run import HOME, Run
 
 IDENTITY, THETA, COST = "identity.json", "theta.safetensors", "cost.json"
 ANSWERS, ROLLOUTS, STATES = "answers.parquet", "trajectories.parquet", "states.parquet"
 MARGINS = "margins.parquet"  # on joint-critical states
 
 
+def path_of(name: str, *file: str) -> tuple[str, ...]:
+    """Where a candidate's file is, below the home of the comparison."""
+    return "candidates", folder_name(name), *file
+
+
 def check_same(run: Run, name: str, record: Mapping[str, Any]) -> None:
-    home = run.file(*parts(name))
-    if not any(path.name != IDENTITY for path in home.glob("*")):  # nothing is kept of it
+    """Refuse results of another candidate under the same name."""
+    home = run.file(*path_of(name))
+    if not any(path.name != IDENTITY for path in home.glob("*")):
         return
-    differences = difference(run.read_json(*parts(name, IDENTITY)), json.loads(to_json(record)))
+    differences = difference(run.read_json(*path_of(name, IDENTITY)), json.loads(to_json(record)))
     if differences:
         raise OnPTQError(
             f"{run.folder} has results of another {name} (there -> here):\n  "
@@ -34,18 +41,18 @@ def check_same(run: Run, name: str, record: Mapping[str, Any]) -> None:
         )
 
 
-def note_identity(run: Run, name: str, record: Mapping[str, Any]) -> None:
-    home = parts(name, IDENTITY)
+def write_identity(run: Run, name: str, record: Mapping[str, Any]) -> None:
+    home = path_of(name, IDENTITY)
     if not run.has(*home) or run.read_json(*home) != json.loads(to_json(record)):
         run.write_json(record, *home)
 
 
-def kept(run: Run, with_answers: bool, with_states: bool) -> dict[str, Results]:
+def read_results(run: Run, with_answers: bool, with_states: bool) -> dict[str, Results]:
     """The dense model's results, then those of every candidate that is complete, in the order they were begun."""
     folders = sorted(run.file("candidates").glob(f"*/{IDENTITY}"), key=lambda path: (path.stat().st_mtime_ns, path))
     records = {record["name"]: record for record in (json.loads(path.read_text(encoding="utf-8")) for path in folders)}
     complete = [name for name in records if is_complete(run, name, with_answers, with_states)]
-    homes = {DENSE: (DENSE,)} | {name: parts(name) for name in complete}
+    homes = {DENSE: (DENSE,)} | {name: path_of(name) for name in complete}
     return {
         name: Results(
             read_answers(run.file(*home, ANSWERS))[name] if with_answers else (),
@@ -58,10 +65,17 @@ def kept(run: Run, with_answers: bool, with_states: bool) -> dict[str, Results]:
     }
 
 
+def read_answers_of(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Answer]]:
+    """By model and item, the answers in the folder of a comparison; models without answers are left out."""
+    answers: dict[str, dict[str, Answer]] = {}
+    for name in names:
+        parts = (DENSE,) if name == DENSE else path_of(name)
+        file = folder.joinpath(HOME, *parts, ANSWERS)
+        if file.is_file():
+            answers[name] = {one.item: one for one in read_answers(file)[name]}
+    return answers
+
+
 def is_complete(run: Run, name: str, with_answers: bool, with_states: bool) -> bool:
     needed = [COST, *([ANSWERS] if with_answers else []), *([STATES] if with_states else [])]
-    return all(run.has(*parts(name, file)) for file in needed)
-
-
-def parts(name: str, *file: str) -> tuple[str, ...]:
-    return "candidates", folder_name(name), *file
+    return all(run.has(*path_of(name, file)) for file in needed)

@@ -1,7 +1,7 @@
-"""Triton kernels, each beside the plain PyTorch that stays its definition and runs wherever no GPU is.
+"""Triton kernels. Each has a plain PyTorch twin, which defines it and runs wherever there is no GPU.
 
-ONPTQ_KERNELS says who computes: `auto` (the default: kernels on CUDA tensors where Triton is installed), `off` (plain PyTorch)
-or `on` (kernels on any device: for Triton's interpreter). Nothing here imports Triton until a kernel runs.
+ONPTQ_KERNELS chooses: `auto` (the default) uses kernels on CUDA tensors where Triton is installed, `off` plain PyTorch,
+`on` kernels on any device, for Triton's interpreter. Triton is imported when a kernel runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def fit(*tensors: Tensor | None, dtypes: Set[torch.dtype] = DTYPES) -> bool:
-    """Whether kernels take these tensors; `None` stands for one that is not there."""
+    """Whether kernels take these tensors; `None` stands for an absent one."""
     choice = os.environ.get(SWITCH, "auto")
     if choice not in CHOICES:
         raise OnPTQError(f"{SWITCH}={choice!r} is none of {', '.join(CHOICES)}")
@@ -38,7 +38,7 @@ def fit(*tensors: Tensor | None, dtypes: Set[torch.dtype] = DTYPES) -> bool:
 
 
 def launching_on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current GPU, which need not be the tensor's."""
+    """A context in which the tensor's GPU is the current one, where Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 

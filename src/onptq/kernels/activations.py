@@ -1,4 +1,4 @@
-"""`quantizer.integer.fake_quantize_activations` in one pass over memory each way, as exactly as `kernels.weights`."""
+"""`quantizer.numerics.fake_quantize_activations` in one pass over memory each way, as exactly as `kernels.weights`."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from onptq.kernels.tiles import WARPS, divided, rounded, rows_here, saturated, s
 
 
 def fake_quantize_tokens(x: Tensor, bits: int) -> Tensor:
-    """Dynamic, symmetric, one step per token; x is [..., tokens, channels]."""
+    """Dynamic, symmetric, one scale per token; x is [..., tokens, channels]."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _Tokens.apply(x, bits)  # type: ignore[no-any-return]
     return _forward(x.contiguous(), bits)[0]
 
 
 def _forward(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """What leaves, and the largest magnitude of each token."""
+    """The rounded activations, and the largest magnitude of each token."""
     out, top = torch.empty_like(x), x.new_empty(x.shape[:-1])
     grid, shape = tiles(x)
     with launching_on(x):
@@ -53,16 +53,16 @@ class _Tokens(torch.autograd.Function):
 
 
 @triton.jit
-def _token_step(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr):
-    """Step of each token in the activations' dtype, and whether it follows from the token."""
-    step = tl.div_rn(top, tl.full(top.shape, HALF, tl.float32)).to(DTYPE).to(tl.float32)
-    return tl.where(step == 0, EPS, step), step != 0
+def _token_scale(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr):
+    """Scale of each token in the activations' dtype, and whether it follows from the token."""
+    scale = tl.div_rn(top, tl.full(top.shape, HALF, tl.float32)).to(DTYPE).to(tl.float32)
+    return tl.where(scale == 0, EPS, scale), scale != 0
 
 
 @triton.jit
-def _placed(x, step, DTYPE: tl.constexpr):
-    """Where activations lie on the grid of codes, before they are rounded."""
-    return divided(x, step[:, None]).to(DTYPE).to(tl.float32)
+def _placed(x, scale, DTYPE: tl.constexpr):
+    """The place of activations on the grid of codes, before rounding."""
+    return divided(x, scale[:, None]).to(DTYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -88,12 +88,12 @@ def _tokens_forward(
         tops = tl.maximum(tops, tl.abs(x))
     top = tl.max(tops, 1)
     tl.store(top_ptr + row, top.to(dtype), mask=row_in)
-    step, _ = _token_step(top, HALF, EPS, dtype)
+    scale, _ = _token_scale(top, HALF, EPS, dtype)
     for first in range(0, width, COLUMNS):
         inside = row_in[:, None] & (first + column < width)
         x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        v = _placed(x, step, dtype)
-        out = rounded(saturated(v, LOW, HIGH)) * step[:, None]
+        v = _placed(x, scale, dtype)
+        out = rounded(saturated(v, LOW, HIGH)) * scale[:, None]
         tl.store(out_ptr + start + first + column, out.to(dtype), mask=inside)
 
 
@@ -115,23 +115,23 @@ def _tokens_backward(
     row, row_in, start, column = rows_here(rows, width, ROWS, COLUMNS)
     dtype = x_ptr.dtype.element_ty
     top = tl.load(top_ptr + row, mask=row_in, other=0.0).to(tl.float32)
-    step, free = _token_step(top, HALF, EPS, dtype)
-    grad_steps = tl.zeros([ROWS, COLUMNS], tl.float32)
+    scale, free = _token_scale(top, HALF, EPS, dtype)
+    grad_scales = tl.zeros([ROWS, COLUMNS], tl.float32)
     tops = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, width, COLUMNS):
         inside = row_in[:, None] & (first + column < width)
         x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        v = _placed(x, step, dtype)
+        v = _placed(x, scale, dtype)
         code = rounded(saturated(v, LOW, HIGH))
-        grad_steps += grad * tl.where((v >= LOW) & (v <= HIGH), code - v, code)
+        grad_scales += grad * tl.where((v >= LOW) & (v <= HIGH), code - v, code)
         tops += tl.where(inside & (tl.abs(x) == top[:, None]), 1.0, 0.0)
-    per_top = tl.where(free, tl.sum(grad_steps, 1) / HALF, 0.0) / tl.maximum(tl.sum(tops, 1), 1.0)
+    per_top = tl.where(free, tl.sum(grad_scales, 1) / HALF, 0.0) / tl.maximum(tl.sum(tops, 1), 1.0)
     for first in range(0, width, COLUMNS):
         inside = row_in[:, None] & (first + column < width)
         x = tl.load(x_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + start + first + column, mask=inside, other=0.0).to(tl.float32)
-        v = _placed(x, step, dtype)
+        v = _placed(x, scale, dtype)
         grad_x = tl.where((v >= LOW) & (v <= HIGH), grad, 0.0)
         grad_x += tl.where(tl.abs(x) == top[:, None], sign(x) * per_top[:, None], 0.0)
         tl.store(grad_x_ptr + start + first + column, grad_x.to(dtype), mask=inside)

@@ -1,8 +1,8 @@
-"""Codes of activations, `quantizer.integer.quantize_tokens`, in one pass over memory, as packets; and what all kernels that end
-in codes share.
+"""Codes of activations, `quantizer.numerics.quantize_tokens`, in one pass over memory, as packets; and the parts of
+every kernel that ends in codes.
 
-What is gated or normed first may have codes that differ by one from the plain functions' where a value lies between two: it is
-multiplied by the reciprocal of its step. Activations that are there already are divided, and have the same codes.
+A kernel that gates or norms first multiplies with the reciprocal of the scale, so its codes may differ by one from
+those of the plain functions where a value lies between two codes. `token_codes` divides, and has the same codes.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
@@ -22,7 +22,7 @@ WIDEST = 4096  # elements of a row that are held at once; longer rows are read t
 
 
 def token_codes(x: Tensor, bits: int = BITS) -> Tensor:
-    """[rows, width] as a packet."""
+    """The packet of activations [rows, width]."""
     rows, width = x.shape
     packet = empty_packet(rows, width, x)
     with launching_on(x):
@@ -33,20 +33,20 @@ def token_codes(x: Tensor, bits: int = BITS) -> Tensor:
 
 @triton.jit
 def magnitude(x):
-    """No code shows a NaN, but its token's step does: it is no number then."""
+    """The absolute value, infinite for a NaN: no code shows a NaN, but an infinite scale does."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
-def step_of(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr):
-    """Of a token whose largest magnitude is `top`, in the activations' dtype."""
-    step = tl.div_rn(top, top * 0 + HALF).to(DTYPE).to(tl.float32)
-    return tl.where(step == 0, EPS, step)
+def scale_of(top, HALF: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr):
+    """The scale of a token whose largest magnitude is `top`, in the activations' dtype."""
+    scale = tl.div_rn(top, top * 0 + HALF).to(DTYPE).to(tl.float32)
+    return tl.where(scale == 0, EPS, scale)
 
 
 @triton.jit
 def store_codes(codes_ptr, column, width, placed, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Of values in steps."""
+    """Round values in units of their scale, and store the codes."""
     code = tl.minimum(tl.maximum(rounded(placed), LOW), HIGH)
     tl.store(codes_ptr + column, code.to(tl.int8), mask=column < width)
 
@@ -55,7 +55,7 @@ def store_codes(codes_ptr, column, width, placed, LOW: tl.constexpr, HIGH: tl.co
 def _tokens(
     x_ptr,
     codes_ptr,
-    steps_ptr,
+    scales_ptr,
     width,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
@@ -70,9 +70,9 @@ def _tokens(
     for first in range(0, width, WIDTH):
         x = tl.load(x_ptr + row * width + first + column, mask=first + column < width, other=0.0).to(tl.float32)
         tops = tl.maximum(tops, magnitude(x))
-    step = step_of(tl.max(tops, 0), HALF, EPS, dtype)
-    tl.store(steps_ptr + row, step)
+    scale = scale_of(tl.max(tops, 0), HALF, EPS, dtype)
+    tl.store(scales_ptr + row, scale)
     for first in range(0, width, WIDTH):
         x = tl.load(x_ptr + row * width + first + column, mask=first + column < width, other=0.0).to(tl.float32)
-        placed = divided(x, step).to(dtype).to(tl.float32)
+        placed = divided(x, scale).to(dtype).to(tl.float32)
         store_codes(codes_ptr + row * width, first + column, width, placed, LOW, HIGH)

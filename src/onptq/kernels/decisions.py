@@ -1,8 +1,8 @@
-"""What D and Q decide at each state, straight from final hidden states and the head, a tile of the vocabulary at a time.
+"""Decisions of D and Q at each state, from final hidden states and the head, a tile of the vocabulary at a time.
 
-The plain twins are `cycle.compare.decide` and `cycle.divergence.kl_divergence` on whole rows of logits. Here no row of logits
-exists: one pass finds normalizers and argmaxes, a second the divergences, the competitor and the margins. Rows are split along
-the vocabulary and the parts are put together in a fixed order, so that two runs agree.
+The plain twins are `cycle.compare.decide` and `cycle.divergence.kl_divergence` on whole rows of logits. Here no row of
+logits exists: one pass computes normalizers and argmaxes, a second the divergences, the competitor and the margins.
+Rows are split along the vocabulary and the parts are put together in a fixed order, so that two runs agree.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
@@ -23,7 +23,7 @@ SPLIT = 8  # vocabulary tiles that one program walks
 GRADIENT_COLUMNS = 16384  # of the vocabulary whose gradient lives at a time, in the head's dtype
 
 
-class Found(NamedTuple):
+class DecisionColumns(NamedTuple):
     """The columns of `cycle.compare.Decisions`, each [C]."""
 
     reference: Tensor
@@ -43,12 +43,12 @@ class _Tile(NamedTuple):
     stages: int
 
 
-# fp32 is multiplied as fp32, without tensor cores, and needs room in shared memory for twice the bytes.
+# fp32 is multiplied as fp32, without tensor cores, and takes twice the bytes of shared memory.
 NARROW, WIDE = _Tile(64, 128, 64, 8, 3), _Tile(32, 64, 32, 4, 2)
 
 
 @torch.no_grad()
-def decide_states(dense: Tensor, quant: Tensor, head: Tensor, bias: Tensor | None) -> Found:
+def decide_states(dense: Tensor, quant: Tensor, head: Tensor, bias: Tensor | None) -> DecisionColumns:
     """Eqs. 3-5 and 7 from normed hidden states [C, d] of both models and the head [V, d]; ties go to the lowest id."""
     states = _States(dense, quant, head, bias)
     reference, quantized = states.normalize()
@@ -57,7 +57,7 @@ def decide_states(dense: Tensor, quant: Tensor, head: Tensor, bias: Tensor | Non
     js, kl, rival, at_reference_dense, at_reference_quant, at_rival_dense, at_rival_quant = part
     competitor, chosen = _first_best(at_rival_quant, rival, states.vocabulary)
     at_rival_dense, at_rival_quant = (logit.gather(0, chosen)[0] for logit in (at_rival_dense, at_rival_quant))
-    return Found(
+    return DecisionColumns(
         reference,
         competitor,
         quantized,
@@ -98,7 +98,7 @@ class _KL(torch.autograd.Function):
 
 
 class _States:
-    """Both models' hidden states beside the head, their tiles, and, once found, their log-normalizers [C]."""
+    """Hidden states of both models, the head, the tiles, and, after `normalize`, the log-normalizers [C]."""
 
     def __init__(self, dense: Tensor, quant: Tensor, head: Tensor, bias: Tensor | None) -> None:
         self.dense, self.quant, self.head = dense.detach().contiguous(), quant.detach().contiguous(), head.contiguous()
@@ -164,7 +164,8 @@ class _States:
 
 
 def _first_best(value: Tensor, index: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Lowest index [C] among the parts [P, C] of largest value, and the part [1, C] it came from. NaN has no largest value;
-    its index is in range and its divergences say what happened."""
+    """Lowest index [C] among the parts [P, C] of largest value, and the part [1, C] it came from.
+
+    NaN has no largest value: its index is in range, and its divergences are NaN."""
     first, part = torch.where(value == value.amax(0), index, vocabulary).min(0, keepdim=True)
     return first[0].long().clamp(max=vocabulary - 1), part

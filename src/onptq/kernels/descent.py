@@ -1,4 +1,4 @@
-"""A step of signed gradient descent in one pass over memory, with the values of the plain one in `methods.signround`."""
+"""A step of signed gradient descent in one pass over memory, equal to the plain one in `methods.signround`."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from onptq.kernels.tiles import TILE, WARPS, saturated, sign
 
 
 def signed_step(parameter: Tensor, gradient: Tensor, rate: float, low: float, high: float) -> None:
-    """The parameter moves, in place; both are contiguous."""
+    """Move the parameter in place; both tensors are contiguous."""
     count = parameter.numel()
     with launching_on(parameter):
         launch = _signed_step[(triton.cdiv(count, TILE),)]

@@ -31,7 +31,7 @@ def _rows(x: Tensor) -> tuple[int, dict[str, int]]:
 
 
 def _forward(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What leaves, and what each row was multiplied with."""
+    """The normed rows, and the factor of each row."""
     rows, shape = _rows(x)
     out, rate = torch.empty_like(x), torch.empty(rows, device=x.device)
     with launching_on(x):
@@ -92,7 +92,7 @@ def _norm_backward(
     WALKED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """With n = x r and r = (mean x^2 + eps)^(-1/2): dx = r (dn - n mean(dn n)), and the gain's sum of dy n over rows."""
+    """With n = x r and r = (mean x^2 + eps)^(-1/2): dx = r (dn - n mean(dn n)), dgain = sum of dy n over rows."""
     column = tl.arange(0, WIDTH)
     inside = column < width
     dtype = x_ptr.dtype.element_ty

@@ -1,22 +1,28 @@
-"""Codes of activations and their steps in one tensor of the activations' dtype: it goes wherever the activations would."""
+"""Packets: codes and scales of activations in one tensor of their dtype, which goes wherever activations go."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-STEP_BYTES = 4
-ROOM = 16  # bytes a row has for its step: a product may read four steps at a time, of the last rows too
+SCALE_BYTES = 4
+SCALE_ROWS = 4  # scales that an integer GEMM may read at a time, also those of the last rows
+SCALE_SPACE = SCALE_ROWS * SCALE_BYTES  # bytes that every row has for its scale
 
 
 def empty_packet(rows: int, width: int, like: Tensor) -> Tensor:
-    """For int8 codes [rows, width], the width in multiples of 16."""
-    return like.new_empty(rows, (width + ROOM) // like.dtype.itemsize)
+    """A packet for int8 codes [rows, width]; the width is a multiple of `SCALE_SPACE`."""
+    return like.new_empty(rows, packet_width(width, like.dtype))
+
+
+def packet_width(width: int, dtype: torch.dtype) -> int:
+    """Columns of a packet of activations of `width` columns. The two differ, except for 16 columns of 16 bits."""
+    return (width + SCALE_SPACE) // dtype.itemsize
 
 
 def unpacked(packet: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Codes int8 [rows, width] and steps float32 [rows, 1], both where the packet has them: all codes, then all steps."""
+    """Views of a packet: codes int8 [rows, width], then scales float32 [rows, 1]."""
     rows = packet.shape[0]
     values = packet.view(torch.int8).view(-1)
-    codes, steps = values[: rows * width], values[rows * width : rows * (width + STEP_BYTES)]
-    return codes.view(rows, width), steps.view(torch.float32).view(rows, 1)
+    codes, scales = values[: rows * width], values[rows * width : rows * (width + SCALE_BYTES)]
+    return codes.view(rows, width), scales.view(torch.float32).view(rows, 1)

@@ -1,4 +1,4 @@
-"""The product of a low-bit linear, `quantizer.integers.scaled_product`: integers summed exactly, scaled before they leave."""
+"""The GEMM of a low-bit linear, `quantizer.integers.scaled_product`: exact integer sums, then scaled."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from torch import Tensor
 
 from onptq.kernels import launching_on
 
-# Rows up to which a tile serves, and the tile: rows, outputs and columns of it, warps, and steps on their way from memory.
+# Most rows for a tile, and the tile: its rows, outputs and columns, warps, and stages of the pipeline from memory.
 TILES = (
     (32, (32, 32, 256, 4, 5)),
     (128, (64, 64, 128, 4, 5)),
     (1024, (64, 128, 128, 4, 4)),
 )
 LARGEST = 128, 256, 128, 8, 3
-NARROWER = 128, 128, 128, 8, 3  # where a block of threads has less than so many bytes to itself
-WANTED = 160 * 2**10
+NARROWER = 128, 128, 128, 8, 3
+LARGEST_BYTES = 160 * 2**10  # of shared memory that the largest tile takes
 ABREAST = 8  # tiles of rows that are computed side by side, so that weights are read once for all of them
 
 
 def scaled_rows(
-    codes: Tensor, step: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, dtype: torch.dtype
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Codes int8 [T, I] and steps [T, 1] times codes int8 [O, I] and steps [O], plus bias [O]: [T, O] in `dtype`."""
+    """Codes int8 [T, I] and scales [T, 1] times codes int8 [O, I] and scales [O], plus bias [O]: [T, O] in `dtype`."""
     (rows, columns), outputs = codes.shape, len(weight)
     out = torch.empty(rows, outputs, dtype=dtype, device=codes.device)
     height, across, depth, warps, stages = _tile(rows, codes.device)
     with launching_on(codes):
         product_kernel[(triton.cdiv(rows, height) * triton.cdiv(outputs, across),)](
             codes,
-            step,
+            scale,
             weight,
-            weight_step,
+            weight_scale,
             bias,
             out,
             rows,
@@ -58,22 +58,22 @@ def _tile(rows: int, device: torch.device) -> tuple[int, int, int, int, int]:
     for most, tile in TILES:
         if rows <= most:
             return tile
-    return NARROWER if device.type == "cuda" and _shared_memory(device) < WANTED else LARGEST
+    return NARROWER if device.type == "cuda" and _shared_memory(device) < LARGEST_BYTES else LARGEST
 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a block of threads may have."""
-    found: int = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
-    return found
+    """Bytes of shared memory that a block of threads may have."""
+    size: int = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return size
 
 
 @triton.jit(do_not_specialize=["rows"])
 def product_kernel(
     x_ptr,
-    x_step_ptr,
+    x_scale_ptr,
     weight_ptr,
-    weight_step_ptr,
+    weight_scale_ptr,
     bias_ptr,
     out_ptr,
     rows,
@@ -108,9 +108,9 @@ def product_kernel(
         x_at += DEPTH
         weight_at += DEPTH
     row_in, output_in = row < rows, output < outputs
-    x_step = tl.load(x_step_ptr + row, mask=row_in, other=0.0).to(tl.float32)
-    weight_step = tl.load(weight_step_ptr + output, mask=output_in, other=0.0).to(tl.float32)
-    value = total.to(tl.float32) * x_step[:, None] * weight_step[None, :]
+    x_scale = tl.load(x_scale_ptr + row, mask=row_in, other=0.0).to(tl.float32)
+    weight_scale = tl.load(weight_scale_ptr + output, mask=output_in, other=0.0).to(tl.float32)
+    value = total.to(tl.float32) * x_scale[:, None] * weight_scale[None, :]
     if BIAS:
         value += tl.load(bias_ptr + output, mask=output_in, other=0.0).to(tl.float32)[None, :]
     at = out_ptr + row.to(tl.int64)[:, None] * outputs + output[None, :]

@@ -1,4 +1,4 @@
-"""The Triton side of `kernels.weights`: each program walks some rows of a weight, or some of its input channels."""
+"""The Triton side of `kernels.weights`: each program takes some rows of a weight, or some of its input channels."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ def _row_grid(
     EPS: tl.constexpr,
     STORAGE: tl.constexpr,
 ):
-    """As `weight_grid`: span, whether the step is the span's and not the smallest allowed, step and zero point of each row."""
+    """Span, whether the scale comes from it, scale and zero point of each row, as `weight_grid` computes them."""
     span, zero = top * PER_TOP, tl.zeros_like(top)
     if not SYMMETRIC:
         span = tl.div_rn(top - bottom, tl.full(top.shape, HIGH - LOW, tl.float32))
-    step = (ratio * span).to(STORAGE).to(tl.float32)
-    free = step != 0
-    step = tl.where(free, step, EPS)
+    scale = (ratio * span).to(STORAGE).to(tl.float32)
+    free = scale != 0
+    scale = tl.where(free, scale, EPS)
     if not SYMMETRIC:
-        zero = saturated(rounded(LOW - tl.div_rn(ratio * bottom, step)), LOW, HIGH)
-    return span, free, step, zero
+        zero = saturated(rounded(LOW - tl.div_rn(ratio * bottom, scale)), LOW, HIGH)
+    return span, free, scale, zero
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _scaled(weight_ptr, scale_in_ptr, at, channel, inside, IN: tl.constexpr):
 
 @triton.jit
 def _placed(scaled, offset_ptr, at, inside, zero, SYMMETRIC: tl.constexpr, OFFSET: tl.constexpr):
-    """Where weights in steps lie on the grid of codes, before they are rounded."""
+    """The place on the grid of codes, before rounding, of weights in units of their scale."""
     v = scaled
     if OFFSET:
         v = v + (tl.load(offset_ptr + at, mask=inside, other=0.0) + zero)
@@ -98,16 +98,16 @@ def rows_forward_kernel(
     if not SYMMETRIC:
         tl.store(bottom_ptr + row, bottom, mask=row_in)
     ratio = tl.load(ratio_ptr + row, mask=row_in, other=1.0)
-    _, _, step, zero = _row_grid(ratio, top, bottom, LOW, HIGH, SYMMETRIC, PER_TOP, EPS, STORAGE)
+    _, _, scale, zero = _row_grid(ratio, top, bottom, LOW, HIGH, SYMMETRIC, PER_TOP, EPS, STORAGE)
     dtype = out_ptr.dtype.element_ty
-    factor = step.to(dtype).to(tl.float32)[:, None]
+    factor = scale.to(dtype).to(tl.float32)[:, None]
     for first in range(0, width, COLUMNS):
         inside = row_in[:, None] & (first + column < width)
         at = start + first + column
         w = _scaled(weight_ptr, scale_in_ptr, at, first_channel + first + column, inside, IN)
         if OUT:
             w = divided(w, scale_out[:, None])
-        v = _placed(divided(w, step[:, None]), offset_ptr, at, inside, zero[:, None], SYMMETRIC, OFFSET)
+        v = _placed(divided(w, scale[:, None]), offset_ptr, at, inside, zero[:, None], SYMMETRIC, OFFSET)
         code = rounded(saturated(v, LOW, HIGH)) - zero[:, None]
         out = code.to(dtype).to(tl.float32) * factor
         tl.store(out_ptr + at, out.to(dtype), mask=inside)
@@ -146,8 +146,8 @@ def rows_backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """What is summed along rows: gradients of ratios, what each largest and smallest weight of a row gets beside its own, and
-    the gradients of smoothed weights times these weights."""
+    """Sums along rows: gradients of ratios, the gradient that the largest and smallest weights of a row get beside
+    their own, and gradients of smoothed weights times these weights."""
     row, row_in, start, column = rows_here(rows, width, ROWS, COLUMNS)
     first_channel = (row % groups)[:, None] * width
     ratio = tl.load(ratio_ptr + row, mask=row_in, other=1.0)
@@ -156,8 +156,8 @@ def rows_backward_kernel(
     scale_out = tl.full([ROWS], 1.0, tl.float32)
     if OUT:
         scale_out = tl.load(scale_out_ptr + row // groups, mask=row_in, other=1.0)
-    span, free, step, zero = _row_grid(ratio, top, bottom, LOW, HIGH, SYMMETRIC, PER_TOP, EPS, STORAGE)
-    grad_steps = tl.zeros([ROWS, COLUMNS], tl.float32)
+    span, free, scale, zero = _row_grid(ratio, top, bottom, LOW, HIGH, SYMMETRIC, PER_TOP, EPS, STORAGE)
+    grad_scales = tl.zeros([ROWS, COLUMNS], tl.float32)
     products = tl.zeros([ROWS, COLUMNS], tl.float32)
     tops = tl.zeros([ROWS, COLUMNS], tl.float32)  # several weights may be the largest, and share its gradient
     bottoms = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -168,25 +168,25 @@ def rows_backward_kernel(
         if OUT:
             w = divided(w, scale_out[:, None])
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        scaled = divided(w, step[:, None])
+        scaled = divided(w, scale[:, None])
         v = _placed(scaled, offset_ptr, at, inside, zero[:, None], SYMMETRIC, OFFSET)
         free_code = (v >= LOW) & (v <= HIGH)
         code = rounded(saturated(v, LOW, HIGH)) - zero[:, None]
-        grad_steps += grad * tl.where(free_code, code - scaled, code)
+        grad_scales += grad * tl.where(free_code, code - scaled, code)
         passed = tl.where(free_code, grad, 0.0)
         if WANT_OUT:
             products += passed * w
         if WANT_OFFSET:
-            tl.store(grad_offset_ptr + at, passed * step[:, None], mask=inside)
+            tl.store(grad_offset_ptr + at, passed * scale[:, None], mask=inside)
         if WANT_IN:
             if SYMMETRIC:
                 tops += tl.where(inside & (tl.abs(w) == top[:, None]), 1.0, 0.0)
             else:
                 tops += tl.where(inside & (w == top[:, None]), 1.0, 0.0)
                 bottoms += tl.where(inside & (w == bottom[:, None]), 1.0, 0.0)
-    grad_step = tl.where(free, tl.sum(grad_steps, 1), 0.0)
-    tl.store(grad_ratio_ptr + row, grad_step * span, mask=row_in)
-    per_span = grad_step * ratio
+    grad_scale = tl.where(free, tl.sum(grad_scales, 1), 0.0)
+    tl.store(grad_ratio_ptr + row, grad_scale * span, mask=row_in)
+    per_span = grad_scale * ratio
     if SYMMETRIC:
         per_top = per_span * PER_TOP
         per_bottom = per_top
@@ -233,7 +233,7 @@ def channels_backward_kernel(
     OUTPUTS: tl.constexpr,
     WALKED: tl.constexpr,
 ):
-    """What is summed along columns, over some outputs: gradients of smoothed weights times these weights."""
+    """Sums along columns, over some outputs: gradients of smoothed weights times these weights."""
     channel = (tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     total = tl.zeros([OUTPUTS, CHANNELS], tl.float32)
     for walked in range(0, WALKED, OUTPUTS):
@@ -247,13 +247,13 @@ def channels_backward_kernel(
         top = tl.load(top_ptr + row, mask=row_in, other=0.0)
         bottom = tl.load(bottom_ptr + row, mask=row_in, other=0.0)
         per_top = tl.load(per_top_ptr + row, mask=row_in, other=0.0)
-        _, _, step, zero = _row_grid(ratio, top, bottom, LOW, HIGH, SYMMETRIC, PER_TOP, EPS, STORAGE)
+        _, _, scale, zero = _row_grid(ratio, top, bottom, LOW, HIGH, SYMMETRIC, PER_TOP, EPS, STORAGE)
         at = output.to(tl.int64) * channels + channel
         w = _scaled(weight_ptr, scale_in_ptr, at, channel, inside, IN)
         if OUT:
             w = divided(w, tl.load(scale_out_ptr + output, mask=output_in, other=1.0))
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        v = _placed(divided(w, step), offset_ptr, at, inside, zero, SYMMETRIC, OFFSET)
+        v = _placed(divided(w, scale), offset_ptr, at, inside, zero, SYMMETRIC, OFFSET)
         grad_weight = tl.where((v >= LOW) & (v <= HIGH), grad, 0.0)
         if SYMMETRIC:
             grad_weight += tl.where(tl.abs(w) == top, sign(w) * per_top, 0.0)
@@ -269,7 +269,7 @@ def channels_backward_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def rows_dequantized_kernel(
     code_ptr,
-    step_ptr,
+    scale_ptr,
     zero_ptr,
     out_ptr,
     rows,
@@ -280,10 +280,10 @@ def rows_dequantized_kernel(
 ):
     row, row_in, start, column = rows_here(rows, width, ROWS, COLUMNS)
     dtype = out_ptr.dtype.element_ty
-    step = tl.load(step_ptr + row, mask=row_in, other=0.0).to(dtype).to(tl.float32)[:, None]
+    scale = tl.load(scale_ptr + row, mask=row_in, other=0.0).to(dtype).to(tl.float32)[:, None]
     for first in range(0, width, COLUMNS):
         inside = row_in[:, None] & (first + column < width)
         code = tl.load(code_ptr + start + first + column, mask=inside, other=0).to(tl.float32)
         if not SYMMETRIC:
             code -= tl.load(zero_ptr + row, mask=row_in, other=0).to(tl.float32)[:, None]
-        tl.store(out_ptr + start + first + column, (code * step).to(dtype), mask=inside)
+        tl.store(out_ptr + start + first + column, (code * scale).to(dtype), mask=inside)

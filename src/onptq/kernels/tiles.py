@@ -1,4 +1,4 @@
-"""What kernels over rows share: how rows become tiles, and rounding that equals PyTorch's bit for bit."""
+"""Parts of kernels over rows: how rows become tiles, and rounding that equals PyTorch's bit for bit."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from onptq.quantizer.numerics import code_range
+from onptq.kernels.grid import code_range
 
 TILE = 2048  # elements of a program's tile
 WIDEST = 1024  # columns of a tile
@@ -26,13 +26,13 @@ def tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
 
 
 def whole_rows(width: int, per_warp: int) -> dict[str, int]:
-    """Of a program that holds a row in registers, about `per_warp` elements a warp."""
+    """The shape of a program that holds a row in registers, about `per_warp` elements a warp."""
     whole = triton.next_power_of_2(width)
     return {"width": width, "WIDTH": whole, "num_warps": min(MOST_WARPS, max(1, whole // per_warp))}
 
 
 def token_grid(x: Tensor, bits: int) -> dict[str, float]:
-    """Of codes with one step per token."""
+    """The constants of a grid with one scale per token."""
     low, high = code_range(bits)
     return {"LOW": low, "HIGH": high, "HALF": (2**bits - 1) / 2, "EPS": torch.finfo(x.dtype).eps}
 

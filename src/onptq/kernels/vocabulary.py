@@ -1,4 +1,4 @@
-"""The Triton side of `kernels.decisions`: each program walks some tiles of the vocabulary for some states."""
+"""The Triton side of `kernels.decisions`: each program takes some tiles of the vocabulary for some states."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def _logits(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of both models' logits in fp32, [STATES, COLUMNS], -inf beyond the vocabulary. Rows beyond the last repeat the
-    first, which spares every load a mask."""
+    """One tile of both models' logits in fp32, [STATES, COLUMNS], -inf beyond the vocabulary.
+
+    Rows beyond the last repeat the first, which spares every load a mask."""
     state = tl.where(state < states, state, 0).to(tl.int64)[:, None] * WIDTH
     column_in = column < vocabulary
     column = tl.where(column_in, column, 0).to(tl.int64)

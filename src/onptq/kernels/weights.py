@@ -1,8 +1,8 @@
 """`quantizer.weights.fake_quantize_weight` in one pass over memory each way, operation for operation.
 
-Forward values are those of the plain function bit for bit: the same order of operations, a division that is one, every
-intermediate rounded to the dtype the plain tensor would have. Gradients differ by the order of fp32 sums only. Nothing of a
-weight's size is kept or written but the result and, where they are learned, the offsets' gradient.
+Forward values are those of the plain function bit for bit: the same order of operations, true divisions, every
+intermediate rounded to the dtype of the plain tensor. Gradients differ by the order of fp32 sums only. The result and,
+where offsets are learned, their gradient are the only tensors of a weight's size that are written.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onptq.kernels import launching_on
+from onptq.kernels.grid import OFF_TIE, code_range
 from onptq.kernels.rows import (
     channels_backward_kernel,
     rows_backward_kernel,
@@ -24,8 +25,6 @@ from onptq.kernels.rows import (
     rows_forward_kernel,
 )
 from onptq.kernels.tiles import WARPS, tiles
-from onptq.quantizer.numerics import code_range
-from onptq.quantizer.weights import OFF_TIE
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CHANNELS, OUTPUTS = 128, 16  # the tile over which gradients of input channels are summed
@@ -43,19 +42,21 @@ def fake_quantize_rows(
     storage: torch.dtype,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Weights [O, I], times scales [I], over scales [O], with step ratios [O, G] and offsets [O, I], to `dtype`. The weights are
-    constants, all else has a gradient."""
-    return _Rows.apply(weight, scale_in, scale_out, ratio, offset, bits, symmetric, storage, dtype)  # type: ignore[no-any-return]
+    """Weights [O, I] times smoothing [I], over smoothing [O], with scale ratios [O, G] and offsets [O, I], in `dtype`.
+
+    The weights are constants; all else has a gradient."""
+    theta = scale_in, scale_out, ratio, offset
+    return _Rows.apply(weight, *theta, bits, symmetric, storage, dtype)  # type: ignore[no-any-return]
 
 
-def dequantize_rows(codes: Tensor, step: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Codes int8 [O, I] less zero points int8 [O, G], times steps [O, G], as `quantizer.weights.dequantize` has it."""
-    codes, step = codes.contiguous(), step.contiguous()
+def dequantize_rows(codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Codes int8 [O, I] less zero points int8 [O, G], times scales [O, G], as `quantizer.weights.dequantize` has it."""
+    codes, scale = codes.contiguous(), scale.contiguous()
     out = torch.empty_like(codes, dtype=dtype)
-    grid, shape = tiles(codes.view(step.numel(), -1))
+    grid, shape = tiles(codes.view(scale.numel(), -1))
     with launching_on(codes):
         zeros = None if zero is None else zero.contiguous()
-        rows_dequantized_kernel[grid](codes, step, zeros, out, **shape, SYMMETRIC=zero is None, num_warps=WARPS)
+        rows_dequantized_kernel[grid](codes, scale, zeros, out, **shape, SYMMETRIC=zero is None, num_warps=WARPS)
     return out
 
 
@@ -136,7 +137,7 @@ class _Rows(torch.autograd.Function):
 def _channel_sums(
     grad: Tensor, rows: tuple[Tensor, ...], per_top: Tensor, per_bottom: Tensor, grid: dict[str, Any]
 ) -> Tensor:
-    """Of each input channel: the gradients of its smoothed weights times these weights, summed over outputs, [I]."""
+    """Gradients of smoothed weights times these weights, summed over the outputs of each input channel, [I]."""
     outputs, channels = grad.shape
     groups = per_top.shape[1]
     parts = torch.empty(triton.cdiv(outputs, WALKED), channels, device=grad.device)

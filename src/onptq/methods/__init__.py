@@ -1,58 +1,44 @@
-"""Base methods: data to theta. Each is one file and can start the calibration (`init`)."""
+"""Base methods: data to theta. Each is one file; its result can be shipped as it is, or be what calibration starts from."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from onptq.methods.awq import awq
-from onptq.methods.blockwise import blockwise
-from onptq.methods.gptq import gptq
-from onptq.methods.masquant import masquant
-from onptq.methods.mbq import mbq
-from onptq.methods.qig import qig
-from onptq.methods.rtn import rtn
-from onptq.methods.search import search
-from onptq.methods.searched import searched
-from onptq.methods.signround import signround
-from onptq.methods.smoothquant import smoothquant
 from onptq.models.encoding import EncodedPrompt
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
+from onptq.registry import METHODS
 
-Method = Callable[..., Theta]
+if TYPE_CHECKING:
+    from onptq.methods.resume import BlockStore
 
-METHODS: dict[str, Method] = {
-    "rtn": rtn,
-    "search": search,
-    "smoothquant": smoothquant,
-    "awq": awq,
-    "mbq": mbq,
-    "qig": qig,
-    "masquant": masquant,
-    "blockwise": blockwise,
-    "gptq": gptq,
-    "signround": signround,
-    "search+gptq": searched(gptq),
-    "search+signround": searched(signround),
-}
-STEPWISE = ("blockwise", "signround", "search+signround")  # learn step by step, block by block
-ROUNDING = ("gptq", "signround", "search+gptq", "search+signround")  # choose a code for every weight
+Advance = Callable[[int], None]
 
 
 def initialize(
     policy: Policy,
     prompts: Sequence[EncodedPrompt],
     recipe: Recipe,
-    advance: Callable[[int], None],
+    advance: Advance,
     *,
     settled: bool = False,
+    store: BlockStore | None = None,
 ) -> Theta:
-    """theta^(0) of a recipe; `settled` where its codes will not change any more."""
-    options: dict[str, Any] = {}
-    if recipe.init in STEPWISE and recipe.init_steps is not None:
-        options["steps"] = recipe.init_steps
-    if recipe.init in ROUNDING:
-        options["settled"] = settled
-    return METHODS[recipe.init](policy, prompts, advance, **options)
+    """theta^(0) of a recipe; `settled` where its codes will not change any more, `store` has the blocks that are done."""
+    options = {"steps": recipe.init_steps, "settled": settled, "store": store}
+    given = {name: value for name, value in options.items() if value is not None and accepts(recipe.init, name)}
+    return run(recipe.init, policy, prompts, advance, **given)
+
+
+def run(name: str, policy: Policy, prompts: Sequence[EncodedPrompt], advance: Advance, **options: Any) -> Theta:
+    """The theta of the base method `name`, with its own defaults for what `options` leave out."""
+    theta: Theta = METHODS[name](policy, prompts, advance, **options)
+    return theta
+
+
+def accepts(name: str, option: str) -> bool:
+    """Whether a base method has a keyword: `steps` to learn step by step, `settled` to choose a code for every weight."""
+    return option in inspect.signature(METHODS[name]).parameters

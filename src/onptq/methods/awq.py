@@ -1,7 +1,7 @@
-"""AWQ: scales from mean |x| with a searched exponent, then a searched clip of every weight group.
+"""AWQ: smoothing from mean |x| with a searched exponent, then a searched clip of every weight group.
 
 As its authors' code: 20 exponents per pair, judged by the output of the attention, the MLP or the linear itself with everything
-else dense, on the dense model's inputs; 10 clips per row and group, judged by partial products, for all linears but q and k,
+else dense, on the dense model's inputs; 10 clips per row and group, judged by their partial outputs, for all linears but q and k,
 whose product is hard to clip for. Beyond it: v -> o is scaled under GQA too, with one scale per KV channel, and in schemes that
 quantize activations a candidate is judged with its activations quantized.
 """
@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
-from onptq.methods.layerwise import Stream, answer_prompts, open_streams, quantized_linears, replaced
-from onptq.methods.linears import by_query_head, dense_weight, entering
+from onptq.methods.layerwise import Stream, answered_sequences, open_streams
+from onptq.methods.linears import by_query_head, dense_weight, quantized_input, quantized_linears, replaced
+from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIR_INTO, PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import fake_quantize_weight, smoothed
 
-EXPONENTS = tuple(step / 20 for step in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
-CLIPS = tuple(1 - step / 20 for step in range(10))  # 1 down to 0.55 of the range
+EXPONENTS = tuple(n / 20 for n in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
+CLIPS = tuple(1 - n / 20 for n in range(10))  # 1 down to 0.55 of the range
 CLIPPED = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CLIP_TOKENS = 512
 FLOOR = 1e-4
-ROWS = 256  # rows clipped at a time: their partial products are [rows, groups, tokens]
+ROWS = 256  # rows clipped at a time: their partial outputs are [rows, groups, tokens]
 
 
 @torch.no_grad()
@@ -37,23 +38,31 @@ def awq(
     advance: Callable[[int], None] = lambda blocks: None,
     *,
     responses: Sequence[Trajectory] | None = None,
+    store: BlockStore | None = None,
 ) -> Theta:
-    """Responses are the dense model's own greedy ones unless they are given."""
+    """AWQ's theta on the prompts and responses, the dense model's own greedy ones by default."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
-    streams = open_streams(policy, [one.sequence for one in answer_prompts(policy, prompts, responses)])
+    streams = open_streams(policy, answered_sequences(policy, prompts, responses))
     with policy.speaking("D"):
         for block in policy.structure.blocks:
-            inputs = [stream.entering(block) for stream in streams]
-            for pair in PAIRS:
-                seen = [x[pair] for x in inputs]
-                theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, streams, seen)
-            for name in CLIPPED if policy.scheme.quantizes_weights else ():
-                seen = [x[PAIR_INTO[name]][stream.real] for x, stream in zip(inputs, streams, strict=True)]
-                theta.linears[block.path(name)] = Free(_best_clips(policy, theta, block, name, torch.cat(seen)))
+            if not restore(store, theta, block):
+                _fit(policy, theta, block, streams)
+                keep(store, theta, block)
+                advance(1)
             for stream in streams:
                 stream.advance(block)
-            advance(1)
     return theta
+
+
+def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream]) -> None:
+    """Search one block's smoothing and clips, in place."""
+    inputs = [stream.inputs(block) for stream in streams]
+    for pair in PAIRS:
+        xs = [x[pair] for x in inputs]
+        theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, streams, xs)
+    for name in CLIPPED if policy.scheme.quantizes_weights else ():
+        tokens = torch.cat([x[PAIR_INTO[name]][stream.real] for x, stream in zip(inputs, streams, strict=True)])
+        theta.linears[block.path(name)] = Free(_best_clips(policy, theta, block, name, tokens))
 
 
 def scale_grid(magnitude: Tensor) -> Iterator[Tensor]:
@@ -82,16 +91,18 @@ def _best_scales(
 
 
 def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor) -> Tensor:
-    """Log of the share of its range that every row and group keeps, by the squared error of their partial products."""
+    """Log of the share of its range that every row and group keeps, by the squared error of their partial outputs."""
     x = x[:: max(1, len(x) // CLIP_TOKENS)]  # [tokens, I]
     log_in = log_scales_in(theta, block, name)
     weight = smoothed(dense_weight(block, name), log_in, log_scales_out(theta, block, name))
-    multiplied, dense = entering(policy.scheme, log_in, x), x.float() / log_in.exp()
+    rounded, dense = quantized_input(policy.scheme, log_in, x), x.float() / log_in.exp()
     rows = zip(weight.split(ROWS), theta.linears[block.path(name)].ratio.split(ROWS), strict=True)
-    return torch.cat([_clip_rows(policy, part, full, multiplied, dense) for part, full in rows])
+    return torch.cat([_clip_rows(policy, part, full, rounded, dense) for part, full in rows])
 
 
-def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, multiplied: Tensor, dense: Tensor) -> Tensor:
+def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor) -> Tensor:
+    """The best log clip of each row and group, on dense and on rounded inputs [tokens, I]; `full` is the one of no clip."""
+
     def partial(x: Tensor, weight: Tensor) -> Tensor:  # [O, G, tokens]
         groups = full.shape[1]
         return torch.einsum(
@@ -102,8 +113,8 @@ def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, multiplied: Tensor,
     best, least = full, torch.full_like(full, torch.inf)
     for clip in CLIPS:
         ratio = torch.full_like(full, clip).log()
-        rounded = fake_quantize_weight(weight, None, None, ratio, None, policy.scheme, policy.storage, policy.dtype)
-        error = (partial(multiplied, rounded) - target).square().sum(-1)
+        clipped = fake_quantize_weight(weight, None, None, ratio, None, policy.scheme, policy.storage, policy.dtype)
+        error = (partial(rounded, clipped) - target).square().sum(-1)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
     return best

@@ -2,8 +2,8 @@
 
 OmniQuant's recipe: a block reads what the quantized blocks before it emit and is to emit what it does in the dense model; AdamW,
 one prompt a step; a clip of sigmoid(c) per row or group from c = 4, and the scales themselves (not their logarithms) of
-norm -> qkv, norm -> gate/up and v -> o from SmoothQuant's; down_proj is not smoothed. A block starts from the better of smoothed
-and unsmoothed and keeps the best it had, so that on its own prompts it is never worse than plain rounding.
+norm -> qkv, norm -> gate/up and v -> o from SmoothQuant's; down_proj is not smoothed. A block begins with the better of smoothed
+and unsmoothed and ends with the best iterate, so that on its own prompts it is never worse than plain rounding.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onptq.bank import Trajectory
-from onptq.methods.layerwise import Stream, answer_prompts
+from onptq.methods.layerwise import Stream, answered_sequences
 from onptq.methods.linears import by_query_head
+from onptq.methods.resume import BlockStore, keep, restore
 from onptq.methods.smoothquant import ALPHA, migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import LINEARS, Block
@@ -26,7 +27,7 @@ from onptq.quantizer.theta import Free, Theta, pair_key
 
 SMOOTHED = ("norm_qkv", "norm_gate_up", "v_o")
 STEPS = 1280  # of each block: the authors' 10 epochs of 128 prompts
-LOOKS = 10  # how often the error over all prompts is taken, to keep the best
+EVALUATIONS = 10  # of the error over all prompts, by which the best iterate is chosen
 LR_CLIP = 1e-2
 LR_SCALE = 5e-3
 CLIP_LOGIT = 4.0
@@ -41,42 +42,46 @@ def blockwise(
     *,
     responses: Sequence[Trajectory] | None = None,
     steps: int = STEPS,
+    store: BlockStore | None = None,
 ) -> Theta:
-    """Responses are the dense model's own greedy ones unless they are given."""
+    """OmniQuant's theta on the prompts and responses, the dense model's own greedy ones by default."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
-    answered = answer_prompts(policy, prompts, responses)
-    dense, quantized = ([Stream(policy, [one.sequence]) for one in answered] for _ in "DQ")
+    sequences = answered_sequences(policy, prompts, responses)
+    dense, quantized = ([Stream(policy, [sequence]) for sequence in sequences] for _ in "DQ")
     with policy.lent():
         policy.attach(theta)
         for block in policy.structure.blocks:
+            restored = restore(store, theta, block)
             with policy.speaking("D"):
-                migration = _migration(dense, block)
+                migration = {} if restored else _migration(dense, block)
                 for stream in dense:
                     stream.advance(block)
             with policy.speaking("Q"):
-                _Learner(theta, block, quantized, [stream.hidden for stream in dense]).learn(migration, steps)
+                if not restored:
+                    _Learner(theta, block, quantized, [stream.hidden for stream in dense]).learn(migration, steps)
+                    keep(store, theta, block)
+                    advance(1)
                 for stream in quantized:
                     stream.advance(block)
-            advance(1)
     return theta
 
 
 def _migration(streams: Sequence[Stream], block: Block) -> dict[str, Tensor]:
-    """SmoothQuant's log s, by pair key, from what enters the block's linears."""
+    """SmoothQuant's log s of the inputs of the block's linears, by pair key."""
     largest: dict[str, Tensor] = {}
     for stream in streams:
-        seen = stream.entering(block)
+        inputs = stream.inputs(block)
         for pair in SMOOTHED:
-            found = seen[pair].abs().flatten(0, -2).amax(0).float()
-            largest[pair] = torch.maximum(largest[pair], found) if pair in largest else found
+            x_max = inputs[pair].abs().flatten(0, -2).amax(0).float()
+            largest[pair] = torch.maximum(largest[pair], x_max) if pair in largest else x_max
     return {
-        pair_key(block, pair): migrated(by_query_head(x, block, pair).amax(0), weight_maxima(block, pair), ALPHA)
-        for pair, x in largest.items()
+        pair_key(block, pair): migrated(by_query_head(x_max, block, pair).amax(0), weight_maxima(block, pair), ALPHA)
+        for pair, x_max in largest.items()
     }
 
 
 class _Learner:
-    """Works on one block's share of theta, in place."""
+    """AdamW on one block's part of theta, in place."""
 
     def __init__(self, theta: Theta, block: Block, streams: Sequence[Stream], targets: Sequence[Tensor]) -> None:
         self.theta, self.block, self.streams, self.targets = theta, block, streams, targets
@@ -103,7 +108,7 @@ class _Learner:
             optimizer.zero_grad()
             for scale in scales.values():
                 scale.clamp_(min=SCALE_FLOOR)
-            if (step + 1) % max(1, steps // LOOKS) == 0 or step + 1 == steps:
+            if (step + 1) % max(1, steps // EVALUATIONS) == 0 or step + 1 == steps:
                 self._place(scales, clips)
                 self._consider(scales)
         self.theta.smoothing.update(self.best[0])
@@ -114,7 +119,7 @@ class _Learner:
         self.theta.linears.update({path: Free(F.logsigmoid(clip)) for path, clip in clips.items()})
 
     def _consider(self, smoothed: Iterable[str]) -> None:
-        """Keep the block's share of theta if no other had a smaller error over all prompts."""
+        """Remember the block's part of theta if its error over all prompts is the least so far."""
         error = sum(float(self._error(index)) for index in range(len(self.targets))) / len(self.targets)
         if error < self.least:
             paths = map(self.block.path, LINEARS)

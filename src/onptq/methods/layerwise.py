@@ -1,44 +1,34 @@
-"""One block at a time: streams of sequences through the decoder, and linears that answer in another's place meanwhile.
-
-Quantized linears are simulated in the dense model's coordinates, Q(x / s) Q(W diag(s))^T: what folding makes of them, with
-nothing to fold back between two candidates. Nothing stays on the policy.
-"""
+"""Answered prompts, and their hidden states on the way through the decoder, one block at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from onptq.bank import Trajectory
 from onptq.engine.prefixes import Prefixes, prompt_mask
 from onptq.engine.rollout import greedy_rollouts
 from onptq.errors import OnPTQError
-from onptq.methods.activations import listening
-from onptq.methods.linears import rounded_weight
 from onptq.models.attention import trusted_attention
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import TEXT
 from onptq.models.structure import Block
-from onptq.quantizer.numerics import fake_quantize_activations
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Theta, log_scales_in
+from onptq.quantizer.theta import PAIRS
 
 RESPONSE_TOKENS = 64
 BATCH_TOKENS = 8192
-INSTRUCTION = -1  # text of the prompt: neither response nor picture nor sound
+INSTRUCTION = -1  # text of the prompt: neither response nor image nor audio
 IN_ORDER = ("norm_qkv", "v_o", "norm_gate_up", "up_down")  # as a block runs them
-
-Answer = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt with its response behind it."""
+    """A prompt followed by its response."""
 
     sequence: EncodedPrompt
     response: int  # how many of the last tokens are the response
@@ -47,9 +37,8 @@ class Answered:
     def kinds(self) -> Tensor:
         """[S] TEXT for tokens of the response, IMAGE, AUDIO, and INSTRUCTION for the prompt's text."""
         kinds = self.sequence.modality.long().clone()
-        kinds[: self.sequence.length - self.response][kinds[: self.sequence.length - self.response] == TEXT] = (
-            INSTRUCTION
-        )
+        prompt = kinds[: self.sequence.length - self.response]
+        prompt[prompt == TEXT] = INSTRUCTION
         return kinds
 
 
@@ -70,8 +59,36 @@ def answer_prompts(
     return answered
 
 
+def answered_sequences(
+    policy: Policy, prompts: Sequence[EncodedPrompt], responses: Sequence[Trajectory] | None = None
+) -> list[EncodedPrompt]:
+    """The sequences of `answer_prompts`."""
+    return [one.sequence for one in answer_prompts(policy, prompts, responses)]
+
+
+@contextmanager
+def observing(
+    blocks: Sequence[Block], observe: Callable[[Block, str, Tensor], None], pairs: Sequence[str] = tuple(PAIRS)
+) -> Iterator[None]:
+    """A context in which `observe(block, pair, x)` gets the inputs x [B, S, I] of the pair's consumers, not yet quantized."""
+
+    def hook(block: Block, pair: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda module, args: observe(block, pair, args[0])
+
+    hooks = [
+        block.child(PAIRS[pair][1][0]).register_forward_pre_hook(hook(block, pair))
+        for block in blocks
+        for pair in pairs
+    ]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
 class Stream:
-    """Some sequences on their way through the decoder: `hidden` is what enters the next block."""
+    """A batch of sequences on its way through the decoder: `hidden` is the input of the next block."""
 
     def __init__(self, policy: Policy, sequences: Sequence[EncodedPrompt]) -> None:
         batch = PromptBatch.of(sequences)
@@ -82,25 +99,27 @@ class Stream:
         self.hidden = batch.embeds
 
     def run(self, block: Block) -> Tensor:
-        """What enters the next block, [B, S, d], DeepStack's features included; the stream stays where it is."""
+        """The input of the next block [B, S, d], DeepStack's features included. `hidden` does not change."""
         with trusted_attention():
             out: Tensor = block.module(
                 self.hidden, attention_mask=self.mask, position_embeddings=self.rotary, past_key_values=None
             )
         return out + self.deepstack[block.index] if block.index < len(self.deepstack) else out
 
-    def entering(self, block: Block) -> dict[str, Tensor]:
-        """What enters each pair's consumers, [B, S, I], in one run of the block."""
-        seen: dict[str, Tensor] = {}
-        with listening([block], lambda block, pair, x: seen.update({pair: x})):
+    def inputs(self, block: Block) -> dict[str, Tensor]:
+        """The inputs of each pair's consumers, [B, S, I], from one run of the block."""
+        inputs: dict[str, Tensor] = {}
+        with observing([block], lambda block, pair, x: inputs.update({pair: x})):
             self.run(block)
-        return seen
+        return inputs
 
     def advance(self, block: Block) -> None:
+        """Run the block and go on to the next one."""
         self.hidden = self.run(block)
 
     def unit(self, block: Block, pair: str, x: Tensor) -> Tensor:
-        """What a pair's error is measured on: the attention for q/k/v, the MLP for gate/up, the linear itself for o and down."""
+        """The output that a pair's error is measured on: of the attention for q/k/v, of the MLP for gate/up, of the linear
+        itself for o and down."""
         if pair == "norm_qkv":
             attention = block.owner("q_proj")
             with trusted_attention():
@@ -112,57 +131,12 @@ class Stream:
         return module(x)  # type: ignore[no-any-return]
 
     def pad(self, values: Mapping[int, Tensor], fill: float = 0.0) -> Tensor:
-        """[B, S] of one value per token, by the sequences' ordinals."""
+        """[B, S] of one value per token, given by the sequences' ordinals."""
         rows = [values[sequence.ordinal] for sequence in self.sequences]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
 def open_streams(policy: Policy, sequences: Sequence[EncodedPrompt]) -> list[Stream]:
+    """Streams of batches that fit BATCH_TOKENS."""
     batches = Prefixes(policy, sequences, max_tokens=0, batch_tokens=BATCH_TOKENS).batches
     return [Stream(policy, batch.prompts) for batch in batches]
-
-
-class _Standin(nn.Module):
-    def __init__(self, answer: Answer) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.answer(x)
-
-
-@contextmanager
-def replaced(block: Block, answers: Mapping[str, Answer]) -> Iterator[None]:
-    """Within it, other functions stand in for the named linears of the block."""
-    before = {name: block.child(name) for name in answers}
-    try:
-        for name, answer in answers.items():
-            block.replace(name, _Standin(answer))
-        yield
-    finally:
-        for name, module in before.items():
-            block.replace(name, module)
-
-
-def quantized_linear(
-    policy: Policy, theta: Theta, block: Block, name: str, log_in: Tensor | None = None, *, activations: bool = True
-) -> Answer:
-    """The linear as theta deploys it, or with other scales [I]; without `activations` only its weight is quantized."""
-    log_in = log_scales_in(theta, block, name) if log_in is None else log_in
-    weight = rounded_weight(policy, theta, block, name, log_in)
-    bias: Tensor | None = block.child(name).bias  # type: ignore[assignment]
-    quantizes = activations and policy.scheme.quantizes_activations
-
-    def answer(x: Tensor) -> Tensor:
-        x = (x / log_in.exp()).to(x.dtype)
-        return F.linear(fake_quantize_activations(x, policy.scheme.activation_bits) if quantizes else x, weight, bias)
-
-    return answer
-
-
-def quantized_linears(
-    policy: Policy, theta: Theta, block: Block, pairs: Iterable[str], *, activations: bool = True
-) -> dict[str, Answer]:
-    """The consumers of some pairs, as theta deploys them."""
-    names = [name for pair in pairs for name in PAIRS[pair][1]]
-    return {name: quantized_linear(policy, theta, block, name, activations=activations) for name in names}

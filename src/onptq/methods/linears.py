@@ -1,15 +1,25 @@
-"""One linear under theta, taken out of the policy: its dense weight, its rounded weight, and what it multiplies with."""
+"""Linears of one block outside of the policy: dense and rounded weights, inputs, and quantized linears put in their place.
+
+Quantized linears are simulated in the dense model's coordinates, Q(x / s) Q(W diag(s))^T. Folding gives the same values, and
+nothing has to be folded back between two candidates. The policy is left as it is.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from onptq.models.structure import Block
 from onptq.quantizer.numerics import fake_quantize_activations
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import Theta
+from onptq.quantizer.theta import PAIRS, Theta, log_scales_in
 from onptq.quantizer.weights import fake_quantize_weight
 from onptq.schemes import Scheme
+
+LinearFunction = Callable[[Tensor], Tensor]
 
 
 def dense_weight(block: Block, name: str) -> Tensor:
@@ -20,13 +30,13 @@ def dense_weight(block: Block, name: str) -> Tensor:
 def rounded_weight(
     policy: Policy, theta: Theta, block: Block, name: str, log_in: Tensor, log_out: Tensor | None = None
 ) -> Tensor:
-    """The linear's weight [O, I], smoothed by these scales, on the grid of its step ratios."""
+    """The linear's weight [O, I], smoothed by these scales, on the grid of its ratios."""
     weight, ratio = dense_weight(block, name), theta.linears[block.path(name)].ratio
     return fake_quantize_weight(weight, log_in, log_out, ratio, None, policy.scheme, policy.storage, policy.dtype)
 
 
-def entering(scheme: Scheme, log_in: Tensor, x: Tensor) -> Tensor:
-    """What the smoothed and quantized consumers of D's input x [..., I] multiply with."""
+def quantized_input(scheme: Scheme, log_in: Tensor, x: Tensor) -> Tensor:
+    """The dense input x [..., I] after smoothing and rounding, as the quantized linear multiplies it."""
     x = (x.float() / log_in.exp()).to(x.dtype)
     return fake_quantize_activations(x, scheme.activation_bits) if scheme.quantizes_activations else x
 
@@ -36,3 +46,49 @@ def by_query_head(values: Tensor, block: Block, pair: str) -> Tensor:
     if pair != "v_o":
         return values[None]
     return values.view(block.kv_heads, -1, block.head_dim).transpose(0, 1).flatten(1)
+
+
+def quantized_linear(
+    policy: Policy, theta: Theta, block: Block, name: str, *, activations: bool = True
+) -> LinearFunction:
+    """The linear as theta deploys it; without `activations` only its weight is quantized."""
+    log_in = log_scales_in(theta, block, name)
+    weight = rounded_weight(policy, theta, block, name, log_in)
+    bias: Tensor | None = block.child(name).bias  # type: ignore[assignment]
+    quantizes = activations and policy.scheme.quantizes_activations
+
+    def linear(x: Tensor) -> Tensor:
+        x = (x / log_in.exp()).to(x.dtype)
+        return F.linear(fake_quantize_activations(x, policy.scheme.activation_bits) if quantizes else x, weight, bias)
+
+    return linear
+
+
+def quantized_linears(
+    policy: Policy, theta: Theta, block: Block, pairs: Iterable[str], *, activations: bool = True
+) -> dict[str, LinearFunction]:
+    """The consumers of some pairs, as theta deploys them."""
+    names = [name for pair in pairs for name in PAIRS[pair][1]]
+    return {name: quantized_linear(policy, theta, block, name, activations=activations) for name in names}
+
+
+class _FunctionModule(nn.Module):
+    def __init__(self, function: LinearFunction) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@contextmanager
+def replaced(block: Block, functions: Mapping[str, LinearFunction]) -> Iterator[None]:
+    """A context in which the named linears of the block compute these functions."""
+    before = {name: block.child(name) for name in functions}
+    try:
+        for name, function in functions.items():
+            block.replace(name, _FunctionModule(function))
+        yield
+    finally:
+        for name, module in before.items():
+            block.replace(name, module)

@@ -1,13 +1,13 @@
-"""MBQ: smoothing found by grid search, with an error that weighs each modality by how sensitive the loss is to it.
+"""MBQ: smoothing by grid search, with an error that weights each modality by the sensitivity of the loss to it.
 
 Sensitivity is the mean absolute gradient of the response's cross-entropy at the output of o_proj (for the attention's pairs) and
 down_proj (for the MLP's). A layer's ratio of a modality to the response is floored at its median over the layers. The error of a
 candidate is (sum over response |d| + sum_m rho_m sum over m |d|) / tokens; the prompt's own text counts nothing. The original
-knows vision and captions; here sound has a ratio of its own, computed the same way. Candidates are AWQ's: mean|x|^r for
-r = 0, 1/20, ..., 19/20. Rows keep their full range.
+has vision and captions; here audio has a ratio of its own, computed the same way. Candidates are AWQ's: mean|x|^r for
+r = 0, 1/20, ..., 19/20. Rows have their full range.
 
-Responses are the dense model's own greedy ones unless they are given. Positions are the model's own (the original feeds plain
-ones), and v -> o is searched under GQA too, with one scale per KV channel (the original leaves it out).
+Positions are the model's own (the original feeds plain ones), and v -> o is searched under GQA too, with one scale per KV channel
+(the original leaves it out).
 """
 
 from __future__ import annotations
@@ -22,27 +22,19 @@ from torch.nn.functional import cross_entropy
 from onptq.bank import Trajectory
 from onptq.engine.prefixes import whole_prompts
 from onptq.errors import OnPTQError
-from onptq.methods.layerwise import (
-    IN_ORDER,
-    INSTRUCTION,
-    Answered,
-    Stream,
-    answer_prompts,
-    open_streams,
-    quantized_linears,
-    replaced,
-)
-from onptq.methods.linears import by_query_head
+from onptq.methods.layerwise import IN_ORDER, INSTRUCTION, Answered, Stream, answer_prompts, open_streams
+from onptq.methods.linears import by_query_head, quantized_linears, replaced
+from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import AUDIO, IMAGE, TEXT
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
 
-GRID = tuple(step / 20 for step in range(20))
+GRID = tuple(n / 20 for n in range(20))
 FLOOR = 1e-4
 KINDS = (TEXT, IMAGE, AUDIO)
-SPEAKS_FOR = {"norm_qkv": "o_proj", "v_o": "o_proj", "norm_gate_up": "down_proj", "up_down": "down_proj"}
+GRADIENTS_AT = {"norm_qkv": "o_proj", "v_o": "o_proj", "norm_gate_up": "down_proj", "up_down": "down_proj"}
 
 
 def mbq(
@@ -52,12 +44,15 @@ def mbq(
     *,
     responses: Sequence[Trajectory] | None = None,
     distort: bool = False,
+    store: BlockStore | None = None,
 ) -> Theta:
-    """With `distort` a candidate is given what the quantized prefix makes of the sequence, and still compared with the dense
-    model's own output."""
+    """MBQ's theta on the prompts and responses, the dense model's own greedy ones by default.
+
+    With `distort` a candidate gets the output of the quantized blocks before it; its target is still the dense model's output.
+    """
     answered = answer_prompts(policy, prompts, responses)
     ratios = modality_ratios(policy, answered)
-    return balanced_search(policy, answered, ratios, advance, distort=distort)
+    return balanced_search(policy, answered, ratios, advance, distort=distort, store=store)
 
 
 def modality_ratios(policy: Policy, answered: Sequence[Answered]) -> dict[str, Tensor]:
@@ -89,11 +84,11 @@ def output_gradients(policy: Policy, one: Answered) -> dict[str, list[Tensor]]:
     batch = PromptBatch.of([one.sequence])
     outputs: dict[str, list[Tensor]] = {"o_proj": [], "down_proj": []}
 
-    def listener(into: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    def hook(into: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         return lambda module, args, out: into.append(out)
 
     hooks = [
-        block.child(name).register_forward_hook(listener(into))
+        block.child(name).register_forward_hook(hook(into))
         for block in policy.structure.blocks
         for name, into in outputs.items()
     ]
@@ -103,17 +98,17 @@ def output_gradients(policy: Policy, one: Answered) -> dict[str, list[Tensor]]:
             hidden = policy.run(replace(whole_prompts(batch), embeds=embeds))
             logits = policy.logits(hidden[0, -one.response - 1 : -1])
             loss = cross_entropy(logits, one.sequence.ids[-one.response :])
-            found = torch.autograd.grad(loss, [*outputs["o_proj"], *outputs["down_proj"]])
+            gradients = torch.autograd.grad(loss, [*outputs["o_proj"], *outputs["down_proj"]])
     finally:
-        for hook in hooks:
-            hook.remove()
-    wide = [gradient[0].float() for gradient in found]
+        for one_hook in hooks:
+            one_hook.remove()
+    wide = [gradient[0].float() for gradient in gradients]
     return {"o_proj": wide[: policy.blocks], "down_proj": wide[policy.blocks :]}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a candidate is judged on: inputs of a pair in one stream, the outputs wanted, and the weight of every token."""
+    """One stream's inputs of a pair, the target outputs, and the weight of every token's error."""
 
     stream: Stream
     x: Tensor  # [B, S, I]
@@ -129,41 +124,52 @@ def balanced_search(
     advance: Callable[[int], None] = lambda blocks: None,
     *,
     distort: bool = False,
+    store: BlockStore | None = None,
 ) -> Theta:
-    """The grid search under given ratios, block by block."""
+    """The theta of the grid search under given ratios, block by block."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     sequences = [one.sequence for one in answered]
     dense = open_streams(policy, sequences)
-    quantized = open_streams(policy, sequences) if distort else dense
+    quantized = open_streams(policy, sequences) if distort else None
     kinds = {one.sequence.ordinal: one.kinds for one in answered}
-    counted = sum(int((kind != INSTRUCTION).sum()) for kind in kinds.values())
     with policy.speaking("D"):
         for block in policy.structure.blocks:
-            wanted = [stream.entering(block) for stream in dense]
-            for place, pair in enumerate(IN_ORDER):
-                given = wanted
-                if distort:
-                    with replaced(block, quantized_linears(policy, theta, block, IN_ORDER[:place])):
-                        given = [stream.entering(block) for stream in quantized]
-                rho = ratios[SPEAKS_FOR[pair]][block.index]
-                cases = [
-                    Case(
-                        stream,
-                        x[pair],
-                        stream.unit(block, pair, own[pair]),
-                        _token_weights(stream.pad(kinds, INSTRUCTION), rho) / counted,
-                    )
-                    for stream, x, own in zip(dense, given, wanted, strict=True)
-                ]
-                theta.smoothing[pair_key(block, pair)] = best_smoothing(policy, theta, block, pair, cases)
+            if not restore(store, theta, block):
+                _fit(policy, theta, block, ratios, kinds, dense, quantized)
+                keep(store, theta, block)
+                advance(1)
             for stream in dense:
                 stream.advance(block)
-            if distort:
+            if quantized is not None:
                 with replaced(block, quantized_linears(policy, theta, block, IN_ORDER)):
                     for stream in quantized:
                         stream.advance(block)
-            advance(1)
     return theta
+
+
+def _fit(
+    policy: Policy,
+    theta: Theta,
+    block: Block,
+    ratios: dict[str, Tensor],
+    kinds: dict[int, Tensor],
+    dense: Sequence[Stream],
+    quantized: Sequence[Stream] | None,
+) -> None:
+    """Search one block's smoothing, in place. Candidates get the inputs of the quantized streams, or of the dense ones."""
+    counted = sum(int((kind != INSTRUCTION).sum()) for kind in kinds.values())
+    dense_inputs = [stream.inputs(block) for stream in dense]
+    for place, pair in enumerate(IN_ORDER):
+        inputs = dense_inputs
+        if quantized is not None:
+            with replaced(block, quantized_linears(policy, theta, block, IN_ORDER[:place])):
+                inputs = [stream.inputs(block) for stream in quantized]
+        rho = ratios[GRADIENTS_AT[pair]][block.index]
+        cases = []
+        for stream, x, dense_x in zip(dense, inputs, dense_inputs, strict=True):
+            weight = _token_weights(stream.pad(kinds, INSTRUCTION), rho) / counted
+            cases.append(Case(stream, x[pair], stream.unit(block, pair, dense_x[pair]), weight))
+        theta.smoothing[pair_key(block, pair)] = best_smoothing(policy, theta, block, pair, cases)
 
 
 def _token_weights(kinds: Tensor, rho: Tensor) -> Tensor:
@@ -180,8 +186,8 @@ def best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, cases:
         error = 0.0
         with replaced(block, quantized_linears(policy, theta, block, [pair])):
             for case in cases:
-                found = case.stream.unit(block, pair, case.x)
-                error += float((case.weight * (found - case.target).float().abs().mean(-1)).sum())
+                output = case.stream.unit(block, pair, case.x)
+                error += float((case.weight * (output - case.target).float().abs().mean(-1)).sum())
         if error < least:
             best, least = u, error
     theta.smoothing[key] = before

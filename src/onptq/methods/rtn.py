@@ -1,4 +1,4 @@
-"""Round to nearest: no data, nothing smoothed, the full range of every row."""
+"""RTN: rounding to nearest, without data, without smoothing, over the full range of every row."""
 
 from __future__ import annotations
 
@@ -12,4 +12,5 @@ from onptq.quantizer.theta import Theta
 def rtn(
     policy: Policy, prompts: Sequence[EncodedPrompt] = (), advance: Callable[[int], None] = lambda blocks: None
 ) -> Theta:
+    """The theta of plain rounding; prompts are not used."""
     return Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)

@@ -1,7 +1,7 @@
-"""The initial checkpoint: smoothing strength per pair and step ratio per row, both chosen by output error.
+"""Search: smoothing strength per pair and scale ratio per row, both chosen by output error.
 
-Every grid contains plain rounding (no smoothing, full range), so no choice has a larger error on the calibration data than
-RTN: a fixed strength or a ratio chosen by weight error alone can, and does on some models.
+Every grid contains plain rounding (no smoothing, full range), so no choice has a larger error on the calibration set than RTN. A
+fixed strength, or a ratio chosen by weight error alone, can have one, and has on some models.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from torch import Tensor
 
 from onptq.bank import Trajectory
 from onptq.engine.prefixes import whole_prompts
-from onptq.methods.activations import listening
-from onptq.methods.layerwise import answer_prompts
-from onptq.methods.linears import by_query_head, dense_weight, entering, rounded_weight
+from onptq.methods.layerwise import answered_sequences, observing
+from onptq.methods.linears import by_query_head, dense_weight, quantized_input, rounded_weight
+from onptq.methods.resume import BlockStore, keep, restore, restore_all
 from onptq.methods.smoothquant import FLOOR, migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIR_INTO, PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
 
-STRENGTHS = tuple(step / 10 for step in range(1, 10))  # alpha of s = amax(x)^alpha / amax(W)^(1 - alpha)
-RATIOS = tuple(1 - step / 20 for step in range(1, 11))  # 0.95 down to 0.5
+STRENGTHS = tuple(n / 10 for n in range(1, 10))  # alpha of s = amax(x)^alpha / amax(W)^(1 - alpha)
+RATIOS = tuple(1 - n / 20 for n in range(1, 11))  # 0.95 down to 0.5
 SAMPLE_TOKENS = 1024
+LEAST_TOKENS = 8  # of a sampled sequence: fewer would be its first tokens, whose activations are unlike all others
 
 
 def search(
@@ -33,49 +34,69 @@ def search(
     advance: Callable[[int], None] = lambda blocks: None,
     *,
     responses: Sequence[Trajectory] | None = None,
+    store: BlockStore | None = None,
 ) -> Theta:
-    """theta^(0) from the dense model's activations on the prompts and responses, its own greedy ones unless they are given."""
-    return search_on(policy, [one.sequence for one in answer_prompts(policy, prompts, responses)], advance)
+    """The searched theta on the prompts and responses, the dense model's own greedy ones by default."""
+    return search_on(policy, answered_sequences(policy, prompts, responses), advance, store=store)
 
 
 @torch.no_grad()
 def search_on(
-    policy: Policy, sequences: Sequence[EncodedPrompt], advance: Callable[[int], None] = lambda blocks: None
+    policy: Policy,
+    sequences: Sequence[EncodedPrompt],
+    advance: Callable[[int], None] = lambda blocks: None,
+    *,
+    store: BlockStore | None = None,
 ) -> Theta:
+    """The searched theta on whole sequences."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
+    if restore_all(store, theta, policy.structure.blocks):
+        return theta
     inputs = sample_inputs(policy, sequences)
     for block in policy.structure.blocks:
-        seen = inputs.pop(block.index)
-        for pair in PAIRS:
-            theta.smoothing[pair_key(block, pair)] = _best_smoothing(policy, theta, block, pair, seen)
-        for _, consumers in PAIRS.values():
-            for name in consumers:
-                theta.linears[block.path(name)] = Free(_best_ratio(policy, theta, block, name, seen))
-        advance(1)
+        xs = inputs.pop(block.index)
+        if not restore(store, theta, block):
+            _fit(policy, theta, block, xs)
+            keep(store, theta, block)
+            advance(1)
     return theta
 
 
+def _fit(policy: Policy, theta: Theta, block: Block, inputs: dict[str, Tensor]) -> None:
+    """Search one block's smoothing and ratios, in place."""
+    for pair in PAIRS:
+        theta.smoothing[pair_key(block, pair)] = _best_smoothing(policy, theta, block, pair, inputs)
+    for _, consumers in PAIRS.values():
+        for name in consumers:
+            theta.linears[block.path(name)] = Free(_best_ratio(policy, theta, block, name, inputs))
+
+
 def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[int, dict[str, Tensor]]:
-    """What enters each pair's consumers under D, for tokens spread evenly over every sequence: block -> pair -> [n, I]."""
-    share = max(1, SAMPLE_TOKENS // len(sequences))
-    seen: dict[int, dict[str, list[Tensor]]] = {
+    """Inputs of each pair's consumers under D, at tokens spread evenly over sequences: block -> pair -> [n, I].
+
+    Of so many sequences that each would give too few tokens, some are taken, spread evenly as well.
+    """
+    count = min(len(sequences), max(1, SAMPLE_TOKENS // LEAST_TOKENS))
+    sequences = [sequences[index] for index in torch.linspace(0, len(sequences) - 1, count).round().int().tolist()]
+    share = max(1, SAMPLE_TOKENS // count)
+    inputs: dict[int, dict[str, list[Tensor]]] = {
         block.index: {pair: [] for pair in PAIRS} for block in policy.structure.blocks
     }
-    chosen = torch.zeros(0, dtype=torch.long)
+    sampled = torch.zeros(0, dtype=torch.long)
 
-    def hear(block: Block, pair: str, x: Tensor) -> None:
-        seen[block.index][pair].append(x[0, chosen])
+    def observe(block: Block, pair: str, x: Tensor) -> None:
+        inputs[block.index][pair].append(x[0, sampled])
 
-    with listening(policy.structure.blocks, hear), policy.speaking("D"):
+    with observing(policy.structure.blocks, observe), policy.speaking("D"):
         for sequence in sequences:
-            chosen = torch.linspace(0, sequence.length - 1, min(share, sequence.length), device=policy.device).long()
+            sampled = torch.linspace(0, sequence.length - 1, min(share, sequence.length), device=policy.device).long()
             policy.run(whole_prompts(PromptBatch.of([sequence])))
-    return {block: {pair: torch.cat(parts) for pair, parts in pairs.items()} for block, pairs in seen.items()}
+    return {block: {pair: torch.cat(parts) for pair, parts in pairs.items()} for block, pairs in inputs.items()}
 
 
-def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, seen: dict[str, Tensor]) -> Tensor:
-    """The u, among no smoothing and every strength, with the least relative output error summed over the consumers."""
-    key, consumers, x = pair_key(block, pair), PAIRS[pair][1], seen[pair]
+def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, inputs: dict[str, Tensor]) -> Tensor:
+    """log s, of no smoothing and every strength, with the least relative output error summed over the consumers."""
+    key, consumers, x = pair_key(block, pair), PAIRS[pair][1], inputs[pair]
     outputs = {name: x @ dense_weight(block, name).T for name in consumers}
     x_max = by_query_head(x.abs().amax(0).float(), block, pair).amax(0)
     w_max = weight_maxima(block, pair)
@@ -83,22 +104,21 @@ def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, seen:
     for strength in (None, *STRENGTHS):
         u = torch.zeros_like(best) if strength is None else migrated(x_max, w_max, strength)
         theta.smoothing[key] = u
-        multiplied = entering(policy.scheme, log_scales_in(theta, block, consumers[0]), x)
+        x_q = quantized_input(policy.scheme, log_scales_in(theta, block, consumers[0]), x)
         error = 0.0
         for name, out in outputs.items():
             weight = rounded_weight(policy, theta, block, name, log_scales_in(theta, block, name))
-            emitted = multiplied @ weight.T
-            error += float((emitted - out).float().square().sum() / out.float().square().sum().clamp(min=FLOOR))
+            error += float((x_q @ weight.T - out).float().square().sum() / out.float().square().sum().clamp(min=FLOOR))
         if error < least:
             best, least = u, error
     return best
 
 
-def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, seen: dict[str, Tensor]) -> Tensor:
-    """Per row (and group: all groups of a row share the choice), the ratio of least output error."""
-    path, x = block.path(name), seen[PAIR_INTO[name]]
+def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, inputs: dict[str, Tensor]) -> Tensor:
+    """The log ratio of least output error for each row; all groups of a row share it."""
+    path, x = block.path(name), inputs[PAIR_INTO[name]]
     log_in, log_out = log_scales_in(theta, block, name), log_scales_out(theta, block, name)
-    multiplied = entering(policy.scheme, log_in, x)
+    x_q = quantized_input(policy.scheme, log_in, x)
     out = x @ dense_weight(block, name).T
     if log_out is not None:
         out = out * log_out.neg().exp()
@@ -107,8 +127,8 @@ def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, seen: dic
     for ratio in (1.0, *RATIOS):
         log_ratio = torch.full_like(full, ratio).log()
         theta.linears[path] = Free(log_ratio)
-        emitted = multiplied @ rounded_weight(policy, theta, block, name, log_in, log_out).T
-        error = (emitted - out).float().square().sum(0)
+        weight = rounded_weight(policy, theta, block, name, log_in, log_out)
+        error = (x_q @ weight.T - out).float().square().sum(0)
         better = error < least
         best, least = torch.where(better[:, None], log_ratio, best), torch.where(better, error, least)
     return best

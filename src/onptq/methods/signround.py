@@ -1,9 +1,9 @@
 """SignRound: whether each weight rounds up or down, learned block by block by signed gradient descent.
 
-AutoRound's recipe: an offset in [-1/2, 1/2] for every weight and a ratio for every step, both moved by the sign of the gradient
-of the block's output error, 8 prompts a step, rates falling linearly to nothing. A block reads what the quantized blocks before
-it emit, is to emit what it does in the dense model, and keeps the best it had: on its own prompts it is never worse than its
-start.
+AutoRound's recipe: an offset in [-1/2, 1/2] for every weight and a ratio for every scale, both moved by the sign of the gradient
+of the block's output error, 8 prompts a step, rates falling linearly to zero. A block reads the output of the quantized blocks
+before it; its target is its output in the dense model. It ends with the best of the evaluated iterates, so that on its own
+prompts it is never worse than it began.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from onptq import kernels
 from onptq.bank import Trajectory
-from onptq.methods.layerwise import Stream, answer_prompts
+from onptq.methods.layerwise import Stream, answered_sequences
 from onptq.methods.linears import dense_weight
+from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import LINEARS, Block
 from onptq.quantizer.policy import Policy
@@ -25,27 +26,45 @@ from onptq.quantizer.theta import OFFSET_RANGE, RATIO_RANGE, Learned, Theta
 
 STEPS = 200  # of each block
 BATCH = 8  # prompts a step
-APART = 10  # parts of the steps; between two looks lies one
-LOOKS = 3  # how often the error over all prompts is taken, to keep the best
+EVALUATIONS = 3  # of the error over all prompts, by which the best iterate is chosen
+INTERVALS = 10  # equal parts of the steps; one lies between two evaluations
 
 
-@torch.no_grad()
 def signround(
     policy: Policy,
     prompts: Sequence[EncodedPrompt],
     advance: Callable[[int], None] = lambda blocks: None,
     *,
     responses: Sequence[Trajectory] | None = None,
-    start: Theta | None = None,
+    init: Theta | None = None,
     steps: int = STEPS,
     settled: bool = False,
+    store: BlockStore | None = None,
 ) -> Theta:
-    """Responses are the dense model's own greedy ones unless they are given. `start` gives smoothing and step ratios; by default
-    there is no smoothing, and the range is full. `settled` leaves codes instead of offsets, a quarter of the bytes."""
-    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device) if start is None else start.freed()
+    """SignRound's theta on the prompts and responses, the dense model's own greedy ones by default."""
+    sequences = answered_sequences(policy, prompts, responses)
+    return signround_on(policy, sequences, advance, init=init, steps=steps, settled=settled, store=store)
+
+
+@torch.no_grad()
+def signround_on(
+    policy: Policy,
+    sequences: Sequence[EncodedPrompt],
+    advance: Callable[[int], None] = lambda blocks: None,
+    *,
+    init: Theta | None = None,
+    steps: int = STEPS,
+    settled: bool = False,
+    store: BlockStore | None = None,
+) -> Theta:
+    """SignRound's theta on whole sequences.
+
+    `init` gives smoothing and ratios; by default nothing is smoothed and the range is full. `settled` gives codes instead of
+    offsets, a quarter of the bytes.
+    """
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device) if init is None else init.freed()
     if not policy.scheme.quantizes_weights:
         return theta
-    sequences = [one.sequence for one in answer_prompts(policy, prompts, responses)]
     dense, quantized = (_streams(policy, sequences) for _ in "DQ")
     with policy.lent():
         policy.attach(theta)
@@ -54,28 +73,30 @@ def signround(
                 for stream in dense:
                     stream.advance(block)
             with policy.speaking("Q"):
-                _Learner(theta, block, quantized, [stream.hidden for stream in dense]).learn(steps)
-                if settled:
-                    policy.settle_block(theta, block)
+                if not restore(store, theta, block):
+                    _Learner(theta, block, quantized, [stream.hidden for stream in dense]).learn(steps)
+                    if settled:
+                        policy.settle_block(theta, block)
+                    keep(store, theta, block)
+                    advance(1)
                 for stream in quantized:
                     stream.advance(block)
-            advance(1)
     return theta
 
 
 def _streams(policy: Policy, sequences: Sequence[EncodedPrompt]) -> list[Stream]:
-    """Those of like length go together, so that little of a batch is padding."""
+    """Streams of sequences of similar length, so that little of a batch is padding."""
     ordered = sorted(sequences, key=lambda one: one.length)
     return [Stream(policy, ordered[first : first + BATCH]) for first in range(0, len(ordered), BATCH)]
 
 
 def looks(steps: int) -> list[int]:
-    """The steps after which a block looks at its error over all prompts: the last and others before it, when rates are small."""
-    return list(range(steps, 0, -max(1, steps // APART)))[:LOOKS]
+    """The steps after which the error over all prompts is evaluated: the last, and others before it, when rates are small."""
+    return list(range(steps, 0, -max(1, steps // INTERVALS)))[:EVALUATIONS]
 
 
 class _Learner:
-    """Works on one block's share of theta, in place."""
+    """Signed gradient descent on one block's part of theta, in place."""
 
     def __init__(self, theta: Theta, block: Block, streams: Sequence[Stream], targets: Sequence[Tensor]) -> None:
         self.theta, self.streams, self.targets, self.block = theta, streams, targets, block
@@ -91,13 +112,13 @@ class _Learner:
             linears.append(Learned(ratio.clone(), torch.zeros(weight.shape, device=weight.device)))
         self.theta.linears.update(zip(self.paths, linears, strict=True))
         learned = [linear.offset for linear in linears] + [linear.ratio for linear in linears]
-        considered = looks(steps)
+        evaluated = looks(steps)
         order = torch.Generator().manual_seed(self.block.index)
         for step in range(steps):
             if step % len(self.streams) == 0:
                 queue = torch.randperm(len(self.streams), generator=order).tolist()
             self._descend(learned, queue.pop(), (1 - step / steps) / steps)
-            if step + 1 in considered:
+            if step + 1 in evaluated:
                 self._consider()
         self.theta.linears.update(self.best.linears)
 
@@ -111,7 +132,7 @@ class _Learner:
             signed_step(parameter.requires_grad_(False), gradient, rate, *bounds)
 
     def _consider(self) -> None:
-        """Keep the block's share of theta if no other had a smaller error over all prompts."""
+        """Remember the block's part of theta if its error over all prompts is the least so far."""
         errors = torch.stack([self._error(index) for index in range(len(self.streams))])
         error = float(errors.double().sum()) / self.tokens
         if error < self.least:
@@ -121,11 +142,11 @@ class _Learner:
     def _error(self, index: int) -> Tensor:
         stream = self.streams[index]
         difference = stream.run(self.block).float() - self.targets[index].float()
-        return (difference.square() * stream.real[..., None]).sum()  # choosing the real ones would wait for the GPU
+        return (difference.square() * stream.real[..., None]).sum()  # indexing by `real` would wait for the GPU
 
 
 def signed_step(parameter: Tensor, gradient: Tensor, rate: float, low: float, high: float) -> None:
-    """The parameter moves against the gradient's sign, in place, and stays between its bounds."""
+    """Move the parameter against the gradient's sign, in place, within its bounds."""
     if kernels.fit(parameter, gradient, dtypes={torch.float32}):
         from onptq.kernels import descent
 

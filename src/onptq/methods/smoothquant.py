@@ -1,4 +1,4 @@
-"""SmoothQuant: s_j = amax|x_j|^alpha / amax|W_j|^(1 - alpha), alpha 0.5, before the two norms' linears; then plain rounding."""
+"""SmoothQuant: s_j = amax|x_j|^alpha / amax|W_j|^(1 - alpha), alpha 0.5, behind the two norms; then plain rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onptq.engine.prefixes import whole_prompts
-from onptq.methods.activations import listening
+from onptq.methods.layerwise import observing
 from onptq.methods.linears import by_query_head, dense_weight
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import Block
@@ -16,7 +16,7 @@ from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIRS, Theta, pair_key
 
 ALPHA = 0.5
-SMOOTHED = ("norm_qkv", "norm_gate_up")  # o_proj and down_proj are left alone, as its authors do
+SMOOTHED = ("norm_qkv", "norm_gate_up")  # inputs of o_proj and down_proj are not smoothed, as in the authors' code
 FLOOR = 1e-5
 REACH = 8.0  # largest |log s|
 
@@ -25,6 +25,7 @@ REACH = 8.0  # largest |log s|
 def smoothquant(
     policy: Policy, prompts: Sequence[EncodedPrompt], advance: Callable[[int], None] = lambda blocks: None
 ) -> Theta:
+    """SmoothQuant's theta on the prompts."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     largest = input_maxima(policy, prompts)
     for block in policy.structure.blocks:
@@ -48,14 +49,14 @@ def weight_maxima(block: Block, pair: str) -> Tensor:
 
 
 def input_maxima(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[str, Tensor]:
-    """amax over all tokens of all prompts of what enters a pair's consumers under D: pair key -> [I]."""
+    """amax|x| over all tokens of all prompts at the input of a pair's consumers under D: pair key -> [I]."""
     largest: dict[str, Tensor] = {}
 
-    def hear(block: Block, pair: str, x: Tensor) -> None:
-        key, found = pair_key(block, pair), x.abs().flatten(0, -2).amax(0).float()
-        largest[key] = torch.maximum(largest[key], found) if key in largest else found
+    def observe(block: Block, pair: str, x: Tensor) -> None:
+        key, x_max = pair_key(block, pair), x.abs().flatten(0, -2).amax(0).float()
+        largest[key] = torch.maximum(largest[key], x_max) if key in largest else x_max
 
-    with listening(policy.structure.blocks, hear, SMOOTHED), policy.speaking("D"):
+    with observing(policy.structure.blocks, observe, SMOOTHED), policy.speaking("D"):
         for prompt in prompts:
             policy.run(whole_prompts(PromptBatch.of([prompt])))
     return largest

@@ -1,4 +1,4 @@
-"""Which of PyTorch's attention kernels may run, and what they are given on a GPU."""
+"""The attention kernels of PyTorch that may run, and grouped masks for them on a GPU."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ ALIGNED = 8  # numbers at which rows of a mask begin; others are copied in every
 
 
 def trusted_attention() -> AbstractContextManager[None]:
-    """All but cuDNN's, which PyTorch 2.11 and later prefer on Hopper GPUs.
+    """A context without cuDNN's attention, which PyTorch 2.11 and later prefer on Hopper GPUs.
 
-    It makes a plan for every new shape, and here each token and each batch has a shape of its own. With 64 keys, and small
-    pictures have 64 patches, its gradient is NaN where a row's logsumexp is below -88.7, minus the log of the largest float:
-    keys beyond the last count as exp(0 - logsumexp) times 0 (pytorch/pytorch#196678).
+    It makes a plan for every new shape, and here each token and each batch has a shape of its own. With 64 keys (small
+    images have 64 patches) its gradient is NaN where a row's logsumexp is below -88.7, minus the log of the largest
+    float: keys beyond the last count as exp(0 - logsumexp) times 0 (pytorch/pytorch#196678).
     """
     trusted: AbstractContextManager[None] = sdpa_kernel(TRUSTED)
     return trusted
 
 
 def grouped_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Who sees whom, [B, 1, S, K], as what is added to logits, once for every query head of a group: [B, 1, groups S, K]."""
+    """A boolean mask [B, 1, S, K] as one to add to logits, once per query head of a group: [B, 1, groups S, K]."""
     hidden = ~mask.repeat(1, 1, groups, 1)
     *rows, keys = hidden.shape
     padded = torch.zeros(*rows, -(-keys // ALIGNED) * ALIGNED, dtype=dtype, device=mask.device)
@@ -46,25 +46,26 @@ def attend_in_groups(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Query heads [B, heads, S, d] over fewer key heads: those that share one are rows of one product, so that no key is copied.
-    The mask is a grouped one."""
+    """Attention of query heads [B, heads, S, d] over fewer key heads, under a grouped mask.
+
+    Query heads that share a key head are rows of one GEMM, so that no key is copied."""
     batch, heads, rows, width = query.shape
     together = query.reshape(batch, key.shape[1], -1, width)
-    found = functional.scaled_dot_product_attention(together, key, value, attn_mask=attention_mask, scale=scaling)
-    return found.reshape(batch, heads, rows, width).transpose(1, 2).contiguous(), None
+    attended = functional.scaled_dot_product_attention(together, key, value, attn_mask=attention_mask, scale=scaling)
+    return attended.reshape(batch, heads, rows, width).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, attend_in_groups)
 
 
 def wants_groups(mask: Tensor | None) -> bool:
-    """Without a mask PyTorch groups heads itself."""
+    """Whether heads are to be grouped here: without a mask PyTorch does it itself."""
     return mask is not None and mask.is_cuda
 
 
 @contextmanager
 def in_groups(block: nn.Module) -> Iterator[None]:
-    """Instead of keys copied for every query head, as transformers does where there is a mask."""
+    """A context in which no key is copied for every query head, as transformers does where there is a mask."""
     config: Any = block.self_attn.config  # type: ignore[union-attr]
     before, config._attn_implementation = config._attn_implementation, NAME
     try:

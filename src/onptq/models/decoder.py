@@ -1,7 +1,7 @@
-"""The decoder as the cycle uses it: blocks run one by one over embeddings, explicit positions, an explicit mask and a cache.
+"""The decoder as the cycle uses it: blocks run one by one over embeddings, with explicit positions, mask and cache.
 
-Prompts of different lengths share a batch by padding on the right. Every slot's position is given, and who sees whom follows from
-which slots are real, so neither padding nor a model's remembered rope offset can change a result.
+Prompts of different lengths share a batch by padding on the right. Every slot's position is given, and the mask follows
+from which slots are real, so neither padding nor a model's remembered rope offset can change a result.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class KVCache:
 
 
 class SlotCache:
-    """Writes a token's keys into the slot that a tensor names and reads all slots; the mask says which of them count. From token
-    to token only that tensor changes, so a GPU can replay what it did for one."""
+    """A cache that writes a token's keys into the slot that a tensor names and reads all slots, under a mask.
+
+    From token to token only that tensor changes, so a GPU can replay what it did for one."""
 
     def __init__(self, cache: KVCache, slot: Tensor) -> None:
         self.cache, self.slot = cache, slot  # slot: [1]
@@ -61,11 +62,11 @@ class SlotCache:
         return keys.index_copy_(2, self.slot, key), values.index_copy_(2, self.slot, value)
 
     def advance(self, tokens: int) -> None:
-        """Who names the slot goes on."""
+        """Do nothing: the owner of the slot tensor moves it."""
 
 
 class TreeCache:
-    """Branches on top of a cached prefix, which is read and never written; the branches' own keys follow it."""
+    """A cache of branches on top of a cached prefix, which is read and never written; the branches' keys follow it."""
 
     def __init__(self, prefix: KVCache) -> None:
         self.prefix = prefix
@@ -82,7 +83,7 @@ class TreeCache:
         return torch.cat((prefix_key, key), dim=2), torch.cat((prefix_value, value), dim=2)
 
     def advance(self, tokens: int) -> None:
-        """The prefix stays as long as it is."""
+        """Do nothing: the prefix keeps its length."""
 
 
 Cache = KVCache | SlotCache | TreeCache
@@ -90,14 +91,12 @@ Cache = KVCache | SlotCache | TreeCache
 
 @dataclass(frozen=True)
 class Tokens:
-    """What enters the decoder: embeddings [B, S, d], positions [A, B, S] (A = 3 for M-RoPE, else 1), who sees whom
-    [B, 1, S, K] (None: each slot itself and all before it), and features that DeepStack adds after the first blocks, each
-    [B, S, d]."""
+    """The input of the decoder."""
 
-    embeds: Tensor
-    positions: Tensor
-    mask: Tensor | None
-    deepstack: Sequence[Tensor] = ()
+    embeds: Tensor  # [B, S, d]
+    positions: Tensor  # [A, B, S]; A = 3 for M-RoPE, else 1
+    mask: Tensor | None  # [B, 1, S, K], True where a query sees a key; None: each slot itself and all before it
+    deepstack: Sequence[Tensor] = ()  # features [B, S, d] that DeepStack adds after the first blocks
 
 
 def run_blocks(
@@ -138,7 +137,7 @@ def run_blocks(
 
 
 class _HeadProduct(torch.autograd.Function):
-    """rows @ weight.T accumulated and kept in fp32; the head is frozen, so only the rows have a gradient."""
+    """rows @ weight.T summed and returned in fp32; the head is frozen, so only the rows have a gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A prompt, encoded once for everybody: the towers run here and nowhere else."""
+"""Encoded prompts: the towers run here, once per prompt, and nowhere else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Numbered = tuple[ModelInputs, int]  # with its ordinal
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """What D, Q, branches and updates share of one prompt."""
+    """The part of one prompt that D, Q, branches and updates share."""
 
     ordinal: int
     ids: Tensor  # [P]
@@ -46,13 +46,13 @@ class EncodedPrompt:
         return int(self.positions.max()) + 1
 
     def extended(self, ids: Tensor, embeds: Tensor) -> EncodedPrompt:
-        """The prompt with response tokens ids [T], embeds [T, d] behind it."""
-        steps = torch.arange(len(ids), device=self.ids.device) + self.next_position
+        """The prompt followed by response tokens: ids [T], embeds [T, d]."""
+        following = torch.arange(len(ids), device=self.ids.device) + self.next_position
         return replace(
             self,
             ids=torch.cat((self.ids, ids)),
             embeds=torch.cat((self.embeds, embeds)),
-            positions=torch.cat((self.positions, steps.expand(self.positions.shape[0], -1)), dim=1),
+            positions=torch.cat((self.positions, following.expand(self.positions.shape[0], -1)), dim=1),
             modality=torch.cat((self.modality, self.modality.new_zeros(len(ids)))),
         )
 
@@ -67,7 +67,7 @@ def encode(
     ordinals: Iterable[int] | None = None,
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> list[EncodedPrompt]:
-    """The prompts in the order given, encoded by D in chunks that bound memory. By default they are numbered from zero."""
+    """The prompts in the order given, encoded by D in chunks that bound memory; by default numbered from zero."""
     encoded: list[EncodedPrompt] = []
     numbers = count() if ordinals is None else iter(ordinals)
     with model.speaking("D"):
@@ -129,7 +129,7 @@ def _side_by_side(prompts: Sequence[ModelInputs]) -> dict[str, Tensor]:
         for inputs in prompts:
             tensor = inputs.tensors[name]
             missing, filler = width - tensor.shape[-1], 0
-            if missing and name == "input_ids":  # models look for placeholders in the padding, too: it is made of text
+            if missing and name == "input_ids":  # models look for placeholders in the padding too, so it is text
                 filler = int(tensor[0, inputs.modality == TEXT][0])
             padded.append(functional.pad(tensor, (0, missing), value=filler))
         joined[name] = torch.cat(padded)

@@ -1,4 +1,4 @@
-"""What OnPTQ must be told about a model family. Decoder, blocks, linears and foldable pairs are found by structure."""
+"""The facts that OnPTQ needs of a model family. Decoder, blocks and linears are recognized by structure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TEXT, IMAGE, AUDIO = 0, 1, 2  # what a prompt token stands for
+TEXT, IMAGE, AUDIO = 0, 1, 2  # modality of a prompt token
 
 
 def merged_patches(grid: Sequence[int], merge_size: int) -> int:
-    """Tokens of a picture cut into (time, height, width) patches, of which merge_size x merge_size become one token."""
+    """Tokens of an image cut into (time, height, width) patches, of which merge_size x merge_size become one token."""
     return math.prod(grid) // merge_size**2
 
 
 @dataclass(frozen=True)
 class ImagePlaceholder:
-    """The token that the chat template writes once per picture, and how often the model wants it."""
+    """The token that the chat template writes once per image, and its number of tokens."""
 
     token: str
     count: Callable[[Sequence[int], int], int] = merged_patches  # (grid, merge_size) -> tokens
@@ -26,7 +26,7 @@ class ImagePlaceholder:
 
 @dataclass(frozen=True)
 class AudioPlaceholder:
-    """The token that the chat template writes once per sound, and how often the model wants it."""
+    """The token that the chat template writes once per audio clip, and its number of tokens."""
 
     token: str
     count: Callable[[int], int]  # mel frames -> tokens
@@ -64,7 +64,7 @@ def thinker_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json that describes the language model: nested in new files, flat in old and text-only ones."""
+    """The part of config.json that describes the language model: nested, or flat in old and text-only files."""
     outer = thinker_config(config)
     inner: Mapping[str, Any] = outer.get("text_config") or outer
     return inner

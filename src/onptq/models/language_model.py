@@ -16,7 +16,7 @@ Side = Literal["D", "Q"]
 
 
 class LanguageModel:
-    """A checkpoint as it was loaded, dense or quantized by anyone. It answers as itself on either side; a `Policy` does not."""
+    """A checkpoint as it was loaded, dense or quantized. Both sides compute the same; those of a `Policy` differ."""
 
     def __init__(self, model: nn.Module, eos: Sequence[int] = (), *, structure: Structure | None = None) -> None:
         self.model, self.eos = model.eval().requires_grad_(False), frozenset(eos)

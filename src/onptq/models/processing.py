@@ -1,6 +1,6 @@
 """From a prompt to the arguments of the model's forward, as the family's own transformers processor would make them.
 
-That processor itself is not used: it cannot be built without torchvision, and with torchvision it resamples pictures
+That processor itself is not used: it cannot be created without torchvision, and with torchvision it resamples images
 differently. Tokenizer, PIL image processor and Whisper feature extractor give the same result on every machine.
 """
 
@@ -29,13 +29,13 @@ DATE = "26 Jul 2024"  # Llama's default; newer templates of theirs write today's
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 THREADS = min(8, os.cpu_count() or 1)  # that read media
 
-Read = tuple[dict[str, Tensor], list[int]]  # arguments of the forward, and how many tokens each picture or sound has
-Perceived = tuple[Read, Read]  # pictures, sounds
+Read = tuple[dict[str, Tensor], list[int]]  # arguments of the forward, and how many tokens each image or clip has
+ReadMedia = tuple[Read, Read]  # images, audio clips
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """One prompt: the keyword arguments of the model's forward, and what each of its tokens stands for."""
+    """One prompt: the keyword arguments of the model's forward, and the modality of each token."""
 
     tensors: dict[str, Tensor]
     modality: Tensor  # [P] int8: TEXT, IMAGE or AUDIO
@@ -57,7 +57,7 @@ class PromptProcessor:
     tokenizer: Any
     template: str | None  # without one, a prompt is the plain text of its messages
     placeholders: Mapping[int, int]  # modality -> token id
-    context: int | None  # positions the model was made for
+    context: int | None  # positions of the model's context
     image_processor: Any = None
     feature_extractor: Any = None
 
@@ -78,12 +78,12 @@ class PromptProcessor:
         )
 
     def __call__(self, prompt: Prompt) -> ModelInputs:
-        return self._assembled(prompt, self._perceived(prompt))
+        return self._assembled(prompt, self._read_media(prompt))
 
     def ahead(self, prompts: Sequence[Prompt], max_new: Sequence[int] | int = 0) -> Iterator[ModelInputs]:
         """The inputs of one prompt after another, while images and audio of the next ones are read in threads.
 
-        A prompt that has no room for its `max_new` response tokens in the model's context is refused."""
+        A prompt that does not fit into the model's context with its `max_new` response tokens is refused."""
         limits = [max_new] * len(prompts) if isinstance(max_new, int) else max_new
         for prompt, limit, inputs in zip(prompts, limits, self._ahead(prompts), strict=True):
             self.check_length(prompt, inputs.length, limit)
@@ -91,20 +91,20 @@ class PromptProcessor:
 
     def _ahead(self, prompts: Iterable[Prompt]) -> Iterator[ModelInputs]:
         with ThreadPoolExecutor(THREADS) as pool:
-            waiting: deque[tuple[Prompt, Future[Perceived]]] = deque()
+            waiting: deque[tuple[Prompt, Future[ReadMedia]]] = deque()
             for prompt in prompts:
-                waiting.append((prompt, pool.submit(self._perceived, prompt)))
+                waiting.append((prompt, pool.submit(self._read_media, prompt)))
                 if len(waiting) > THREADS:
                     first, future = waiting.popleft()
                     yield self._assembled(first, future.result())
             for prompt, future in waiting:
                 yield self._assembled(prompt, future.result())
 
-    def _perceived(self, prompt: Prompt) -> Perceived:
-        return self._see(prompt), self._hear(prompt)
+    def _read_media(self, prompt: Prompt) -> ReadMedia:
+        return self._read_images(prompt), self._read_audios(prompt)
 
-    def _assembled(self, prompt: Prompt, perceived: Perceived) -> ModelInputs:
-        (pictures, image_counts), (sounds, audio_counts) = perceived
+    def _assembled(self, prompt: Prompt, media: ReadMedia) -> ModelInputs:
+        (images, image_counts), (audios, audio_counts) = media
         ids = self._expand(prompt, self._tokenize(prompt), {IMAGE: image_counts, AUDIO: audio_counts})
         modality = torch.full_like(ids, TEXT, dtype=torch.int8)
         for kind, placeholder in self.placeholders.items():
@@ -112,7 +112,7 @@ class PromptProcessor:
         tensors = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
         if self.family.token_types:
             tensors["mm_token_type_ids"] = (modality == IMAGE).long()[None]
-        return ModelInputs(tensors | pictures | sounds, modality)
+        return ModelInputs(tensors | images | audios, modality)
 
     def check_length(self, prompt: Prompt, length: int, max_new: int) -> None:
         """Refuse a prompt whose `length` tokens and `max_new` more do not fit into the model's context."""
@@ -120,55 +120,55 @@ class PromptProcessor:
             raise OnPTQError(
                 f"{prompt} is {length} tokens long and its response may take {max_new}: together more than "
                 f"the model's context of {self.context} (max_position_embeddings); expected a shorter prompt, smaller "
-                "pictures or a shorter response"
+                "images or a shorter response"
             )
 
     def check(self, prompt: Prompt, max_new: int) -> None:
         """Refuse a prompt that the model cannot be given."""
         self.check_length(prompt, self(prompt).length, max_new)
 
-    def _see(self, prompt: Prompt) -> Read:
+    def _read_images(self, prompt: Prompt) -> Read:
         if not prompt.images:
             return {}, []
         if self.family.image is None:
-            raise _unsupported(prompt, "pictures", self.family)
-        seen = [self._patches(prompt, media) for media in prompt.images]
-        grids = torch.cat([one["image_grid_thw"] for one in seen])  # [images, 3]
+            raise _unsupported(prompt, "images", self.family)
+        patches = [self._patches(prompt, media) for media in prompt.images]
+        grids = torch.cat([one["image_grid_thw"] for one in patches])  # [images, 3]
         counts = [self.family.image.count(grid, self.image_processor.merge_size) for grid in grids.tolist()]
-        return {"pixel_values": torch.cat([one["pixel_values"] for one in seen]), "image_grid_thw": grids}, counts
+        return {"pixel_values": torch.cat([one["pixel_values"] for one in patches]), "image_grid_thw": grids}, counts
 
     def _patches(self, prompt: Prompt, media: Media) -> Mapping[str, Tensor]:
-        name = _name(prompt, "picture", media)
+        name = _name(prompt, "image", media)
         data = _read(name, media)
         try:
             patches: Mapping[str, Tensor] = self.image_processor(images=[read_image(data)], return_tensors="pt")
         except Exception as error:  # Pillow's decoders raise errors of every kind on broken files
-            raise OnPTQError(f"{name} cannot be read as a picture: {error}") from error
+            raise OnPTQError(f"{name} cannot be decoded: {error}") from error
         return patches
 
-    def _hear(self, prompt: Prompt) -> Read:
+    def _read_audios(self, prompt: Prompt) -> Read:
         if not prompt.audios:
             return {}, []
         if self.family.audio is None:
-            raise _unsupported(prompt, "sounds", self.family)
+            raise _unsupported(prompt, "audio", self.family)
         waves = [self._waveform(prompt, media) for media in prompt.audios]
         # Padded as the model's processor pads, because the last frames look into the padding. Frames that the mask
-        # leaves out never reach the tower, so they are dropped here: they would be most of a short sound's 15 MB.
+        # leaves out never reach the tower, so they are dropped here: they would be most of a short clip's 15 MB.
         rate = self.feature_extractor.sampling_rate
-        heard = self.feature_extractor(
+        features = self.feature_extractor(
             waves, sampling_rate=rate, padding="max_length", return_attention_mask=True, return_tensors="pt"
         )
-        mask = heard["attention_mask"].long()  # [sounds, frames]
+        mask = features["attention_mask"].long()  # [clips, frames]
         frames = mask.sum(-1).tolist()
         counts = [self.family.audio.count(length) for length in frames]
         for media, count in zip(prompt.audios, counts, strict=True):
             if count < 1:
-                raise OnPTQError(f"{_name(prompt, 'sound', media)} is too short: it gives not one audio token")
-        features = heard["input_features"][..., : max(frames)]  # [sounds, mel bins, frames]
-        return {"input_features": features, "feature_attention_mask": mask[:, : max(frames)]}, counts
+                raise OnPTQError(f"{_name(prompt, 'audio', media)} is too short: it gives no audio token")
+        spectrograms = features["input_features"][..., : max(frames)]  # [clips, mel bins, frames]
+        return {"input_features": spectrograms, "feature_attention_mask": mask[:, : max(frames)]}, counts
 
     def _waveform(self, prompt: Prompt, media: Media) -> Any:
-        name, extractor = _name(prompt, "sound", media), self.feature_extractor
+        name, extractor = _name(prompt, "audio", media), self.feature_extractor
         rate = extractor.sampling_rate
         return read_audio(_read(name, media), name, rate, longest=extractor.n_samples / rate)
 
@@ -192,15 +192,15 @@ class PromptProcessor:
         return text
 
     def _expand(self, prompt: Prompt, ids: list[int], counts: Mapping[int, list[int]]) -> Tensor:
-        """Repeat each placeholder as often as its picture or sound has tokens."""
+        """Repeat each placeholder as often as its image or clip has tokens."""
         kinds = {placeholder: kind for kind, placeholder in self.placeholders.items()}
         for placeholder, kind in kinds.items():
-            found, expected = ids.count(placeholder), len(counts[kind])
-            if found != expected:
+            written, expected = ids.count(placeholder), len(counts[kind])
+            if written != expected:
                 token = self.tokenizer.convert_ids_to_tokens(placeholder)
                 raise OnPTQError(
-                    f"{prompt}: its text has {found} {token} placeholders for {expected} "
-                    f"{'pictures' if kind == IMAGE else 'sounds'}; expected one for each, written by the chat template"
+                    f"{prompt}: its text has {written} {token} placeholders for {expected} "
+                    f"{'images' if kind == IMAGE else 'audio clips'}; expected one for each, from the chat template"
                 )
         left = {kind: iter(each) for kind, each in counts.items()}
         expanded = [token for token in ids for _ in range(next(left[kinds[token]]) if token in kinds else 1)]
@@ -253,7 +253,7 @@ def _placeholder_ids(family: Family, tokenizer: Any, config: Mapping[str, Any]) 
 
 def _plain_text(prompt: Prompt) -> str:
     if prompt.images or prompt.audios:
-        raise OnPTQError(f"{prompt} has pictures or sounds: they need a chat template, this model has none")
+        raise OnPTQError(f"{prompt} has images or audio: they need a chat template, this model has none")
     return "\n".join(_joined(message) for message in prompt.messages)
 
 

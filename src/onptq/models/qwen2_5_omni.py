@@ -6,7 +6,7 @@ from onptq.models.family import AudioPlaceholder, Family, ImagePlaceholder
 
 
 def pooled_frames(frames: int) -> int:
-    """Tokens of a sound: the second convolution halves the mel frames, and so does the pooling after the last layer."""
+    """Tokens of an audio clip: the second convolution halves the mel frames, and the last pooling halves them again."""
     convolved = (frames - 1) // 2 + 1
     return (convolved - 2) // 2 + 1
 

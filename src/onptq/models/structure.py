@@ -1,4 +1,4 @@
-"""Where the decoder, its blocks, their seven linears and their four foldable pairs are: found by structure, not by name."""
+"""The decoder of a model, its blocks and their seven linears, recognized by structure, not by name."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def find_structure(model: nn.Module, *, linears: type[nn.Module] = nn.Linear) ->
     decoders = [module for module in model.modules() if _is_decoder(module, linears)]
     if len(decoders) != 1:
         raise OnPTQError(
-            f"{type(model).__name__} has {len(decoders)} language models with q/k/v/o and gate/up/down linears in every layer; "
-            "expected exactly one (see docs/adding-a-family.md)"
+            f"{type(model).__name__} has {len(decoders)} language models with q/k/v/o and gate/up/down linears in "
+            "every layer; expected exactly one"
         )
     decoder = decoders[0]
     head = model.get_output_embeddings()  # type: ignore[operator]

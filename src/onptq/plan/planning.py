@@ -1,53 +1,48 @@
-"""The plan of a run: what it will quantize, cost and write, who can serve the result, and why it cannot be done here."""
+"""The plan of a run: whether it can run, what it quantizes, takes and writes, and who can serve the result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from operator import attrgetter
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onptq.checkpoint.folder import DENSE, DTYPES
+import torch
+
+from onptq.check.probes import probe_prompt
+from onptq.checkpoint.catalogs import did_you_mean, is_cataloged
+from onptq.checkpoint.companions import check_room
 from onptq.checkpoint.serving import Served, serving
-from onptq.checkpoint.source import Source
+from onptq.checkpoint.source import Source, find_source
+from onptq.checkpoint.write import check_apart, check_exportable, check_groups
+from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts
+from onptq.data.prompts import Prompt
+from onptq.engine.budget import Budgets, Held
 from onptq.errors import OnPTQError
-from onptq.models.processing import context_length
-from onptq.plan.cost import Cost
-from onptq.plan.machine import Machine, describe_machine, disk_free
-from onptq.plan.memory import Kept, Memory, Terms
-from onptq.plan.parts import Parts, find_parts, locate
-from onptq.plan.work import CANDIDATES, Work, work_of
+from onptq.models.processing import PromptProcessor, context_length
+from onptq.plan.estimate import Memory
+from onptq.plan.machine import Machine, this_machine
+from onptq.plan.parts import Parts, Shapes, find_parts
+from onptq.plan.phases import Phase, duration, excess, fitting_changes, refuse_too_large, run_phases, size
+from onptq.plan.probe import probe_rates
+from onptq.plan.seconds import Rates, Seconds, datasheet_rates
+from onptq.plan.work import CANDIDATES, Work, count_work, work_of
 from onptq.recipe import Recipe
+from onptq.run import check_place, run_home
 from onptq.schemes import Scheme
 
-PROCESS_BYTES = 500 * 2**20  # Python, torch and transformers before any model, as measured on a CPU
-# Assumed, not measured: the host's share of CUDA's libraries, and what they take of the GPU before the first tensor.
-GPU_PROCESS_BYTES, GPU_CONTEXT_BYTES = 3 * 2**30, 600 * 2**20
+RANGE = 2.0  # a run takes between the estimate divided by this and the estimate times this
+FEW_SECONDS = 5.0  # below which the estimate says little: starting and ending a run take about as long
+CROWDED = 2.0  # times that the run's threads are slower than one, from which on it is worth a warning
 MODELLED_INITS = ("search", "rtn", "signround", "search+signround")
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of the run, all rounds together: how long, and the terms of its peaks in bytes."""
-
-    name: str
-    seconds: float
-    gpu: Terms
-    host: Terms
-
-    @property
-    def gpu_bytes(self) -> int:
-        return sum(self.gpu.values())
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(self.host.values())
+Given = str | Path | Sequence[Prompt] | None  # prompts: a manifest, or the prompts themselves
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that can be said before a run; `refusals` says why it cannot work here, and is empty if it can."""
+    """Everything that is known before a run. `refusals` are the reasons why it cannot run; empty if it can."""
 
     model: str
     recipe: Recipe
@@ -57,9 +52,32 @@ class Plan:
     machine: Machine | None = None
     work: Work | None = None
     phases: tuple[Phase, ...] = ()
-    disk_free: int | None = None
+    run_bytes: int | None = None  # of the run's files beside the checkpoint
     assumptions: tuple[str, ...] = ()
-    refusals: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the device that computes."""
+        on_gpu = self.machine is not None and self.machine.on_gpu
+        return max((phase.gpu_bytes if on_gpu else phase.host_bytes for phase in self.phases), default=0)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: whether the run fits and how long it takes, or why it cannot run."""
+        if self.refusals or self.machine is None:
+            return f"cannot run: {'; '.join(self.refusals)}"
+        machine, kind = self.machine, "GPU memory" if self.machine.on_gpu else "memory"
+        fits = f"fits: needs {size(self.peak)} of {size(machine.device_free)} free {kind} on {machine.name}"
+        if self.seconds < FEW_SECONDS:
+            return f"{fits}; takes a few seconds"
+        least, most = (duration(self.seconds * factor) for factor in (1 / RANGE, RANGE))
+        return f"{fits}; takes about {duration(self.seconds)} ({least} to {most})"
 
     def to_json(self) -> dict[str, Any]:
         parts, machine, work = self.parts, self.machine, self.work
@@ -68,14 +86,18 @@ class Plan:
             "family": self.family,
             "scheme": self.recipe.scheme,
             "method": self.recipe.method,
+            "init": self.recipe.init,
+            "verdict": self.verdict,
             "can_run": not self.refusals,
             "refusals": list(self.refusals),
+            "warnings": list(self.warnings),
+            "seconds": {"least": self.seconds / RANGE, "expected": self.seconds, "most": self.seconds * RANGE},
             "assumptions": list(self.assumptions),
             "decoder": parts and {"prefix": parts.decoder.prefix, "layers": parts.decoder.layers},
             "parts": parts and [asdict(part) for part in parts.parts],
             "unmatched_patterns": parts and list(parts.unmatched),
             "output_bytes": parts and parts.output_bytes,
-            "disk_free": self.disk_free,
+            "run_bytes": self.run_bytes,
             "machine": machine and asdict(machine) | {"dtype": str(machine.dtype).removeprefix("torch.")},
             "work": work and {name: value for name, value in asdict(work).items() if name != "recipe"},
             "phases": [asdict(one) | {"gpu_bytes": one.gpu_bytes, "host_bytes": one.host_bytes} for one in self.phases],
@@ -87,145 +109,158 @@ def make_plan(
     model: str | Path,
     recipe: Recipe,
     *,
-    out: Path | None = None,
+    calibration: Given = None,
+    holdout: Given = None,
+    on_bad_prompt: str = "fail",
     prompt_tokens: int | None = None,
+    out: Path | None = None,
     machine: Machine | None = None,
 ) -> Plan:
-    """Reads config.json and safetensors headers and, unless it is told of another `machine`, probes this one and how fast it
-    reads the weights' files for under a second; loads and writes nothing.
+    """The plan of quantizing `model`, by default on this machine, which is measured for it for a few seconds.
 
-    Raises OnPTQError only where there is no such model; whatever stops the run itself is among the refusals.
+    Reads config.json, safetensors headers, the processor's files and the prompts; loads no weight and writes nothing.
+    Raises OnPTQError only where there is no such model or the arguments contradict each other. Whatever stops the run
+    is a refusal.
     """
-    scheme = Scheme.parse(recipe.scheme)
-    known: dict[str, Any] = {"model": str(model), "recipe": recipe, "serving": tuple(serving(scheme))}
-    if not Path(model).is_dir():
-        model = locate(model).folder
+    if calibration is not None and prompt_tokens is not None:
+        raise OnPTQError("expected one of --calibration and --prompt-tokens: prompts have lengths of their own")
+    if calibration is None and holdout is not None:
+        raise OnPTQError("expected --calibration beside --holdout: held-out prompts alone calibrate nothing")
+    check_on_bad_prompt(on_bad_prompt)
+    folder, scheme = _folder(model), Scheme.parse(recipe.scheme)
+    plan = Plan(str(model), recipe, tuple(serving(scheme)))
     try:
-        source = locate(model)
-        known |= {"family": source.family.name, "work": work_of(recipe, source, prompt_tokens)}
-        known["parts"] = parts = find_parts(source, scheme)
-        machine = machine or describe_machine(recipe.compute, parts.shapes.largest, source.shards)
-    except OnPTQError as error:
-        return Plan(**known, refusals=(str(error),))
-    known |= {"machine": machine}
-    if parts.storage not in DENSE:  # no dense checkpoint: what it would cost means nothing
-        return Plan(**known, refusals=parts.problems)
-    work: Work = known["work"]
-    phases = tuple(_phases(source, parts, machine, work, scheme))
-    free = None if out is None else disk_free(out)
-    refusals = (
-        *parts.problems,
-        *_too_long(source, work),
-        *_too_large(phases, machine, recipe),
-        *_no_room(parts, free, out),
-    )
-    return Plan(
-        **known, phases=phases, disk_free=free, assumptions=tuple(_assumptions(work, prompt_tokens)), refusals=refusals
-    )
-
-
-def _phases(source: Source, parts: Parts, machine: Machine, work: Work, scheme: Scheme) -> Iterator[Phase]:
-    shapes, compute, storage = parts.shapes, machine.dtype.itemsize, DTYPES[parts.storage].itemsize
-    free = max(0, machine.cacheable - shapes.loaded * compute)
-    kept = Kept.of(free, shapes.linears * compute, shapes.linears, work.recipe, machine.on_gpu)
-    memory = Memory(shapes, work, scheme, compute, storage, kept, machine.on_gpu)
-    sizes = [shard.stat().st_size for shard in source.shards]
-    seconds = Cost(shapes, work, scheme, machine, kept, sizes, parts.output_bytes).phases()
-    for name, terms in memory.phases().items():
-        host = _host_only(name, parts, memory)
-        if machine.on_gpu:
-            yield Phase(
-                name, seconds[name], terms | {"context": GPU_CONTEXT_BYTES}, host | {"process": GPU_PROCESS_BYTES}
-            )
+        source = find_source(folder)
+        parts = find_parts(source, scheme)
+        unmatched = (f"the ignore pattern {pattern} matches no tensor" for pattern in parts.unmatched)
+        plan = replace(plan, family=source.family.name, parts=parts, warnings=tuple(unmatched))
+        _check(source, parts, recipe, out)
+        processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+        processor(probe_prompt(source.family.modalities))  # a chat template that takes all media
+        if calibration is None:
+            prompts, work = None, work_of(recipe, source, prompt_tokens)
         else:
-            yield Phase(name, seconds[name], {}, terms | {"process": PROCESS_BYTES} | _mapped(name, parts, memory))
+            usable = partial(processor.check, max_new=recipe.follow.max_tokens) if on_bad_prompt == "skip" else None
+            prompts = gather_prompts(
+                calibration, holdout, recipe.data, source.family.modalities, seed=recipe.seed, usable=usable
+            )
+            work = count_work(recipe, processor, prompts)
+        _check_length(source, work)
+        machine = machine or this_machine(recipe.compute)
+    except OnPTQError as error:
+        return replace(plan, refusals=(str(error),))
+    return _estimated(replace(plan, work=work, machine=machine), source, parts, work, machine, prompts, out)
 
 
-def _host_only(name: str, parts: Parts, memory: Memory) -> Terms:
-    """What a run on a GPU holds beside it: models pass through the host when they are loaded."""
-    if name == "Load":
-        return {"weights": memory.weights} | _mapped(name, parts, memory)
-    if name == "Initialize":
-        return {f"{term}, being written": count for term, count in memory.start().items()}
-    if name == "Export":
-        return {"linear being packed": 2 * parts.shapes.largest}  # its codes, and the same packed
-    if name == "Verify":
-        packed = parts.shapes.linears * memory.scheme.weight_bits // 8
-        return {"weights": memory.weights, "packed weights": packed}
-    return {}
+def _folder(model: str | Path) -> Path | str:
+    """The folder of a model that is on this machine: planning never uses the network."""
+    if is_cataloged(str(model)) or Path(model).is_dir():
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(str(model), local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise OnPTQError(
+            f"{str(model)!r} is neither a folder nor a downloaded hub id{did_you_mean(str(model))}, and a plan uses no "
+            "network: expected a checkpoint folder, a name of `onptq zoo list`, or a hub id that has been downloaded"
+        ) from error
 
 
-def _mapped(name: str, parts: Parts, memory: Memory) -> Terms:
-    """Files are mapped while their tensors are converted; without a conversion the mapping is the weights."""
-    if name != "Load" or memory.compute == memory.storage:
-        return {}
-    return {"mapped checkpoint": parts.shapes.loaded * memory.storage}
+def _check(source: Source, parts: Parts, recipe: Recipe, out: Path | None) -> None:
+    """Refuse what the run refuses before it computes anything, by its own checks."""
+    scheme = Scheme.parse(recipe.scheme)
+    if not scheme.quantizes_weights:
+        raise OnPTQError(f"scheme {scheme} leaves the weights in 16 bits: there is nothing to write; expected W2 to W8")
+    checkpoint, decoder = check_exportable(source.folder, (*source.family.ignore, *source.family.other_models))
+    check_groups(checkpoint, decoder, scheme)
+    source.storage()
+    if out is not None:
+        check_apart(source.folder, out)
+        check_apart(source.folder, run_home(out))
+        check_place(out, run_home(out))
+        check_room(out, parts.output_bytes)
 
 
-def _too_long(source: Source, work: Work) -> Iterator[str]:
+def _check_length(source: Source, work: Work) -> None:
     context = context_length(source.config)
-    if context is not None and work.length > context:
-        yield (
-            f"prompts of {work.prompt_tokens} tokens and responses of {work.response_tokens} do not fit into the model's "
-            f"context of {context} (max_position_embeddings); expected shorter prompts or follow.max_tokens"
+    if context is not None and work.longest > context:
+        raise OnPTQError(
+            f"prompts of {work.prompt_tokens} tokens and responses of {work.response_tokens} do not fit into the "
+            f"model's context of {context} (max_position_embeddings); expected shorter prompts or follow.max_tokens"
         )
 
 
-def _too_large(phases: tuple[Phase, ...], machine: Machine, recipe: Recipe) -> Iterator[str]:
-    sides: Mapping[str, tuple[int, Any]] = {
-        "GPU memory": (machine.device_free, lambda phase: phase.gpu),
-        "host memory": (machine.host_free, lambda phase: phase.host),
-    }
-    for what, (free, side) in sides.items():
-        worst = max(phases, key=lambda phase: sum(side(phase).values()))
-        needed = sum(side(worst).values())
-        if needed > free:
-            terms = sorted(side(worst).items(), key=lambda term: -term[1])
-            named = ", ".join(f"{name} {size(count)}" for name, count in terms[:3])
-            remedy = _remedy([name for name, count in terms if count], recipe)
-            yield f"{worst.name} needs {size(needed)} of {what} and {size(free)} is free: {named}{remedy}"
+def _estimated(
+    plan: Plan, source: Source, parts: Parts, work: Work, machine: Machine, prompts: Prompts | None, out: Path | None
+) -> Plan:
+    """The plan with what every phase takes. A phase that does not fit is a refusal."""
+    shapes, scheme, stored = parts.shapes, Scheme.parse(plan.recipe.scheme), source.storage()
+    converted = 0 if stored == machine.dtype else shapes.loaded * stored.itemsize
+
+    def memory_of(recipe: Recipe) -> Memory:
+        number = machine.dtype.itemsize
+        free = max(0, machine.device_free - shapes.loaded * number)
+        budgets = Budgets.within(free, shapes.linears * number, shapes.linears, recipe, machine.on_gpu)
+        return Memory(shapes, replace(work, recipe=recipe), scheme, number, budgets, machine.on_gpu, converted)
+
+    memory = memory_of(plan.recipe)
+    phases = tuple(run_phases(memory))
+    refusals = list(refuse_too_large(phases, machine))
+    if refusals:
+        changes = fitting_changes(plan.recipe, lambda one: excess(tuple(run_phases(memory_of(one))), machine))
+        refusals[-1] += f"; it fits with {' '.join(f'--set {change}' for change in changes)}" if changes else ""
+    rates = _rates(machine, shapes, scheme, memory.budgets.keep, plan.recipe.settles)
+    read, on_gpu = source.checkpoint.weight_bytes, machine.on_gpu
+    seconds = Seconds(shapes, work, scheme, rates, read, parts.output_bytes, on_gpu).phases()
+    return replace(
+        plan,
+        phases=tuple(replace(phase, seconds=seconds[phase.name]) for phase in phases),
+        run_bytes=memory.files,
+        assumptions=tuple(_assumptions(work, machine, prompts)),
+        warnings=(*plan.warnings, *_warnings(rates, prompts, parts.output_bytes + memory.files, out)),
+        refusals=tuple(refusals),
+    )
 
 
-def _remedy(terms: list[str], recipe: Recipe) -> str:
-    """The change that lowers the largest term of those that the recipe can still lower."""
-    remedies = {
-        "rounding offsets": ("calibrate.codes", "settled"),
-        "offsets of the start": ("init", "search"),
-        "activations in the graph": ("calibrate.micro_batch", 1),
-        "residual streams and errors": ("calibrate.micro_batch", 1),
-        "weights in the graph": ("calibrate.checkpointing", True),
-        "prefix caches": ("compute.cache_gib", 0.5),
-        "dense targets": ("compute.cache_gib", 0.5),
-        "activations": ("compute.batch_tokens", 4096),
-    }
-    for setting, value in (remedies[name] for name in terms if name in remedies):
-        now = attrgetter(setting)(recipe)
-        less = value < now if type(value) in (int, float) and now is not None else value != now
-        if less:
-            return f"; --set {setting}={str(value).lower()} takes less"
-    return ""
+def _rates(machine: Machine, shapes: Shapes, scheme: Scheme, keep: Held, settled: bool) -> Rates:
+    if machine.gpu is not None:
+        return datasheet_rates(machine.gpu, shapes, keep)
+    return probe_rates(shapes, scheme, keep, settled, torch.device(machine.device), machine.dtype)
 
 
-def _no_room(parts: Parts, free: int | None, out: Path | None) -> Iterator[str]:
-    if free is not None and free < parts.output_bytes:
-        yield f"the checkpoint takes {size(parts.output_bytes)} and {out} has {size(free)} free"
-
-
-def _assumptions(work: Work, prompt_tokens: int | None) -> Iterator[str]:
-    recipe = work.recipe
-    if work.prompts:
-        held_out = f" and {work.holdout} held-out ones" if work.holdout else ""
-        media = f", {work.media_tokens} of them a picture or sound" if work.media_tokens else ""
-        given = "as given" if prompt_tokens is not None else "assumed; --prompt-tokens says otherwise"
-        yield f"{work.prompts} prompts{held_out} of {work.prompt_tokens} tokens{media} ({given})"
-        yield f"every response {work.response_tokens} tokens long, its limit"
+def _assumptions(work: Work, machine: Machine, prompts: Prompts | None) -> Iterator[str]:
+    if work.every:
+        media = f", {work.media_tokens} of them for images or audio" if work.media_tokens else ""
+        if prompts is not None:
+            lengths = f"{work.prompt_tokens} tokens on average{media}; the longest {work.longest_prompt}"
+            yield f"{prompts.describe()}: {lengths}"
+        else:
+            held_out = f" and {work.holdout} held-out ones" if work.holdout else ""
+            yield f"assumed: {work.prompts} prompts{held_out} of {work.prompt_tokens} tokens{media}"
+        yield f"every response is as long as its limit, {work.response_tokens} tokens"
     if work.candidates:
-        yield f"{CANDIDATES:.0%} of the states on the way are candidates"
-    if recipe.init not in MODELLED_INITS:
-        yield f"Initialize ({recipe.init}) is counted as if it were search"
-    yield "without the comparison of arms on embedded tasks (quantize --evaluate)"
-    yield "times from a probe of this machine as loaded as it is now: expect a factor of two either way"
+        yield f"Branch looks ahead from {CANDIDATES:.0%} of the states"
+    if work.recipe.init not in MODELLED_INITS:
+        yield f"Initialize ({work.recipe.init}) takes as much as search"
+    yield "the comparison of `quantize --evaluate` is not counted"
+    if machine.gpu is not None:
+        yield f"{machine.name} by its data sheet, all of its memory free; host memory is not checked"
 
 
-def size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+def _warnings(rates: Rates, prompts: Prompts | None, written: int, out: Path | None) -> Iterator[str]:
+    if prompts is not None:
+        yield from prompts.warnings()
+    if rates.slowdown > CROWDED:
+        alone = torch.get_num_threads() == 1
+        yield (
+            f"other processes hold the cores: right now the run would take {rates.slowdown:.0f} times as long as this "
+            f"estimate, which is for one undisturbed thread{'' if alone else '; set OMP_NUM_THREADS=1 for it'}"
+        )
+    if out is not None and (free := _free(out)) < written:
+        yield f"checkpoint and run files together take about {size(written)}, and {size(free)} are free at {out}"
+
+
+def _free(out: Path) -> int:
+    return shutil.disk_usage(next(path for path in (out, *out.absolute().parents) if path.is_dir())).free

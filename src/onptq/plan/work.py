@@ -1,87 +1,89 @@
-"""How much a recipe asks of a model: prompts, tokens, batches, rounds. Every assumption about data nobody has seen is here."""
+"""How much a recipe asks of a model: prompts, tokens, batches, rounds. Every assumption about data is here."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
-from typing import Any
 
 from onptq.checkpoint.source import Source
+from onptq.data.calibration import Prompts
 from onptq.methods.layerwise import RESPONSE_TOKENS
-from onptq.methods.signround import BATCH, STEPS, looks
-from onptq.models.family import thinker_config
-from onptq.models.processing import SETTINGS_FILES, context_length
+from onptq.methods.signround import BATCH, STEPS
+from onptq.models.family import TEXT
+from onptq.models.processing import PromptProcessor, context_length
 from onptq.recipe import Recipe
 
-IMAGE_TOKENS = 336  # a picture of about 512 x 512 pixels in patches of 28
+IMAGE_TOKENS = 336  # an image of about 512 x 512 pixels in patches of 28
 AUDIO_TOKENS = 250  # ten seconds
 TEXT_TOKENS = 64
 # Near misses count from the first lost hundredth of a logit, so about half of the states that agree are candidates too.
 CANDIDATES = 0.6
+INIT_EVALUATIONS = 4  # of each block's error over all prompts, where an init learns how weights are rounded
 
 
 @dataclass(frozen=True)
 class Work:
+    """What a recipe does with so many prompts; their tokens are averages."""
+
     prompts: int
     holdout: int
     prompt_tokens: int
     media_tokens: int  # of which come from a tower
-    response_tokens: int
-    batch_tokens: int
     recipe: Recipe
+    longest_prompt: int | None = None  # where lengths were counted
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        rollouts = ("Follow", "Compare") if self.banks or self.holdout else ()
+        branch = ("Branch",) if self.banks and self.candidates else ()
+        calibrate = ("Calibrate",) if self.banks else ()
+        return ("Load", "Encode", "Initialize", *rollouts, *branch, *calibrate, "Export", "Verify")
+
+    @property
+    def response_tokens(self) -> int:
+        return self.recipe.follow.max_tokens
 
     @property
     def length(self) -> int:
         return self.prompt_tokens + self.response_tokens
 
     @property
-    def answered(self) -> int:
-        """Tokens of a prompt and the dense model's own response, which the start is made of."""
-        return self.prompt_tokens + RESPONSE_TOKENS
-
-    @property
-    def start_rounds(self) -> bool:
-        """Whether the start learns how each weight is rounded, block by block."""
-        return "signround" in self.recipe.init.split("+")
-
-    @property
-    def start_rows(self) -> int:
-        """Prompts in one of its steps."""
-        return min(self.prompts, BATCH)
-
-    @property
-    def start_batches(self) -> int:
-        return ceil(self.prompts / BATCH)
-
-    @property
-    def start_steps(self) -> int:
-        """Of each block."""
-        return STEPS if self.recipe.init_steps is None else self.recipe.init_steps
-
-    @property
-    def start_looks(self) -> int:
-        """How often each block's error over all prompts is taken: before the first step, and after some."""
-        return 1 + len(looks(self.start_steps))
+    def longest(self) -> int:
+        return (self.longest_prompt or self.prompt_tokens) + self.response_tokens
 
     @property
     def every(self) -> int:
         return self.prompts + self.holdout
 
     @property
+    def answered(self) -> int:
+        """Tokens of a prompt and the dense model's own response, from which the init learns."""
+        return self.prompt_tokens + RESPONSE_TOKENS
+
+    @property
+    def start_rounds(self) -> bool:
+        """Whether the init learns how each weight is rounded, block by block."""
+        return bool(self.prompts) and "signround" in self.recipe.init.split("+")
+
+    @property
+    def start_rows(self) -> int:
+        """Prompts in one of its updates."""
+        return min(self.prompts, BATCH)
+
+    @property
+    def start_steps(self) -> int:
+        """Updates of each block."""
+        return STEPS if self.recipe.init_steps is None else self.recipe.init_steps
+
+    @property
+    def start_looks(self) -> int:
+        """Evaluations of each block's error over all prompts."""
+        return min(INIT_EVALUATIONS, 1 + self.start_steps)
+
+    @property
     def rows(self) -> int:
         """Prompts in one batch of Follow, Compare and Branch."""
-        return max(1, min(self.prompts, self.batch_tokens // self.length))
-
-    @property
-    def batches(self) -> int:
-        return ceil(self.prompts / self.rows)
-
-    @property
-    def held_out_batches(self) -> int:
-        return ceil(self.holdout / self.rows)
+        return max(1, min(max(self.prompts, self.holdout), self.recipe.compute.batch_tokens // self.length))
 
     @property
     def banks(self) -> int:
@@ -90,81 +92,59 @@ class Work:
         return rounds if self.recipe.refresh else min(rounds, 1)
 
     @property
-    def candidates(self) -> int:
-        """States that Branch forks in one round."""
-        if self.recipe.calibrate.gamma == 0:
-            return 0
-        return ceil(CANDIDATES * self.prompts * self.response_tokens)
+    def held_out_passes(self) -> int:
+        """How often the held-out prompts are followed: before every round, at the end, and under plain rounding."""
+        return self.recipe.rounds + 1 + (self.recipe.method != "rtn")
 
     @property
-    def critical(self) -> int:
-        select = self.recipe.select
-        most = self.candidates if select.rule != "all" else self.prompts * self.response_tokens
-        return min(most, select.budget if select.per_prompt is None else select.per_prompt * self.prompts)
+    def candidates(self) -> int:
+        """States that Branch forks in one round."""
+        if not self.recipe.branches:
+            return 0
+        share = 1.0 if self.recipe.calibrate.consequence else CANDIDATES
+        return ceil(share * self.prompts * self.response_tokens)
 
     @property
     def decisions(self) -> int:
         """States at which the objective reads logits."""
-        calibrate = self.recipe.calibrate
+        calibrate, select, visited = self.recipe.calibrate, self.recipe.select, self.prompts * self.response_tokens
         if calibrate.gamma and calibrate.response_over == "visited":
-            return self.prompts * self.response_tokens
-        return self.critical
+            return visited
+        most = self.candidates if select.rule != "all" else visited
+        return min(most, select.budget if select.per_prompt is None else select.per_prompt * self.prompts)
 
     @property
     def micro_batch(self) -> int:
+        """Prompts in one forward of an update."""
         calibrate = self.recipe.calibrate
         return min(calibrate.micro_batch, calibrate.batch, max(1, self.prompts))
 
     @property
-    def micro_batches(self) -> int:
-        """Forward and backward passes of one round."""
+    def judged(self) -> int:
+        """Held-out prompts that one round reads to choose the iterate: under its first theta and later ones."""
         calibrate = self.recipe.calibrate
-        whole, rest = divmod(self.prompts, calibrate.batch)
-        return calibrate.epochs * (whole * ceil(calibrate.batch / self.micro_batch) + ceil(rest / self.micro_batch))
-
-    @property
-    def judgements(self) -> int:
-        """Forward passes over held-out prompts in one round, to choose the iterate."""
-        calibrate = self.recipe.calibrate
-        return (calibrate.evaluations + 1) * ceil(self.holdout / self.micro_batch) if calibrate.keep == "best" else 0
+        return (calibrate.evaluations + 1) * self.holdout if calibrate.keep == "best" else 0
 
 
 def work_of(recipe: Recipe, source: Source, prompt_tokens: int | None = None) -> Work:
-    """`prompt_tokens` is the length of a prompt, its picture or sound included; without it a usual one is assumed."""
-    family, config = source.family, source.config
-    media = _picture_tokens(source.folder, config) if family.image else AUDIO_TOKENS if family.audio else 0
-    length = media + TEXT_TOKENS if prompt_tokens is None else prompt_tokens
-    response, context = recipe.follow.max_tokens, context_length(config)
+    """The work on prompts that nobody has seen.
+
+    `prompt_tokens` is the length of one with its media; by default a usual one."""
+    media = IMAGE_TOKENS if source.family.image else AUDIO_TOKENS if source.family.audio else 0
+    length, context = media + TEXT_TOKENS if prompt_tokens is None else prompt_tokens, context_length(source.config)
     if prompt_tokens is None and context is not None:
-        length = max(1, min(length, context - response))
-    learns = recipe.method != "rtn"
+        length = max(1, min(length, context - recipe.follow.max_tokens))
+    prompts, holdout = (recipe.data.prompts, recipe.data.holdout) if recipe.needs_prompts else (0, 0)
+    return Work(prompts, holdout, length, max(0, min(media, length - TEXT_TOKENS)), recipe)
+
+
+def count_work(recipe: Recipe, processor: PromptProcessor, prompts: Prompts) -> Work:
+    """The work on these prompts, as long as the checkpoint's processor makes them. Raises where one is unusable."""
+    counted = [
+        (inputs.length, int((inputs.modality != TEXT).sum()))
+        for inputs in processor.ahead(prompts.every, recipe.follow.max_tokens)
+    ]
+    length, media = (round(sum(column) / len(counted)) for column in zip(*counted, strict=True))
     return Work(
-        prompts=recipe.data.prompts if learns else 0,
-        holdout=recipe.data.holdout if learns else 0,
-        prompt_tokens=length,
-        media_tokens=max(0, min(media, length - TEXT_TOKENS)),
-        response_tokens=response,
-        batch_tokens=recipe.compute.batch_tokens,
-        recipe=recipe,
+        len(prompts.calibration), len(prompts.holdout), length, media, recipe, max(length for length, _ in counted)
     )
-
-
-def _picture_tokens(folder: Path, config: Mapping[str, Any]) -> int:
-    """A usual picture, or the largest that the checkpoint's own processor lets through."""
-    vision = thinker_config(config).get("vision_config") or {}
-    side = int(vision.get("patch_size", 14)) * int(vision.get("spatial_merge_size", 2))
-    for name in SETTINGS_FILES:
-        settings = _read(folder / name)
-        settings = settings.get("image_processor") or settings
-        pixels = settings.get("max_pixels") or (settings.get("size") or {}).get("longest_edge")
-        if pixels:
-            return max(1, min(IMAGE_TOKENS, int(pixels) // side**2))
-    return IMAGE_TOKENS
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a run would refuse it; the plan only takes a hint from it
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -1,4 +1,4 @@
-"""What folding leaves of a decoder layer, ready to be written: integers and steps, no theta."""
+"""Folded parts of a decoder layer, ready to be written: integers and scales, no theta."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FoldedLinear:
-    """A scheme that leaves weights alone (W16A8) stores the dense weight itself in `codes`, with steps of one."""
+    """Codes and scales of a linear.
+
+    A scheme with 16-bit weights (W16A8) has the dense weight in `codes`, with scales of one."""
 
     codes: Tensor  # int8 [O, I], signed codes in [-2^(b-1), 2^(b-1)-1]
-    step: Tensor  # [O, G] in the checkpoint's storage dtype (G = 1 per row, or I/group_size)
-    zero: Tensor | None  # int8 [O, G], asymmetric only; dequantized = (codes - zero) * step
+    scale: Tensor  # [O, G] in the checkpoint's storage dtype (G = 1 per row, or I/group_size)
+    zero: Tensor | None  # int8 [O, G], asymmetric only; dequantized = (codes - zero) * scale
     bias: Tensor | None  # [O], storage dtype
 
 
 @dataclass(frozen=True)
 class FoldedNorm:
+    """The gain of a norm, divided by the smoothing behind it."""
+
     weight: Tensor  # [d], storage dtype

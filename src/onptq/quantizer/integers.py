@@ -1,4 +1,4 @@
-"""A linear of integer codes: what the simulation computes with rounded floats, multiplied and summed as integers."""
+"""A linear of integer codes: the GEMM that the simulation computes with rounded floats, in integers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from onptq import kernels
 from onptq.errors import OnPTQError
-from onptq.kernels.packets import ROOM, unpacked
+from onptq.kernels.packets import SCALE_SPACE, unpacked
 from onptq.quantizer.numerics import quantize_tokens
 
 INT8 = frozenset({torch.int8})
@@ -19,16 +19,17 @@ CUDA_MULTIPLE = 8  # of which it wants columns and outputs there
 
 
 class LowBitLinear(nn.Module):
-    """Weights are int8 codes with a step per output row, inputs are rounded to `activation_bits`, dynamically and per token.
+    """int8 weight codes with a scale per output row, times inputs rounded to `activation_bits`, dynamically and per
+    token.
 
-    Both are kept in int8 however few bits they use. Accumulation is exact; the two steps and the bias follow in float32.
+    Both are stored in int8 however few bits they use. Sums are exact; the two scales and the bias follow in float32.
     """
 
-    def __init__(self, codes: Tensor, step: Tensor, bias: Tensor | None, activation_bits: int) -> None:
-        """Codes int8 [O, I]; step and bias [O], in the dtype the simulation multiplies with."""
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None, activation_bits: int) -> None:
+        """Codes int8 [O, I]; scale and bias [O], in the dtype the simulation multiplies with."""
         super().__init__()
         outputs = codes.shape[0]
-        for what, shape in (("step", step.shape), ("bias", (outputs,) if bias is None else bias.shape)):
+        for what, shape in (("scale", scale.shape), ("bias", (outputs,) if bias is None else bias.shape)):
             if tuple(shape) != (outputs,):
                 raise OnPTQError(f"the {what} of a low-bit linear has shape {list(shape)}; expected [{outputs}]")
         if codes.dtype != torch.int8 or not 2 <= activation_bits <= 8:
@@ -36,10 +37,10 @@ class LowBitLinear(nn.Module):
             raise OnPTQError(f"a low-bit linear has int8 codes and activations of 2 to 8 bits; got {got}")
         self.activation_bits = activation_bits
         self.codes: Tensor
-        self.step: Tensor
+        self.scale: Tensor
         self.bias: Tensor | None
         self.register_buffer("codes", codes.contiguous())
-        self.register_buffer("step", step.detach())
+        self.register_buffer("scale", scale.detach())
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     @property
@@ -52,14 +53,14 @@ class LowBitLinear(nn.Module):
 
     @property
     def operands(self) -> str:
-        """What is multiplied."""
+        """The operands of its GEMM."""
         multiplies = kernels.fit(self.codes, dtypes=INT8) or has_integer_product(self.codes)
         return "int8 x int8" if multiplies else "int8 as float64"
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        codes, step = quantize_rows(x.reshape(-1, self.in_features), self.activation_bits)
-        product = scaled_product(codes, step, self.codes, self.step, self.bias, x.dtype)
+        codes, scale = quantize_rows(x.reshape(-1, self.in_features), self.activation_bits)
+        product = scaled_product(codes, scale, self.codes, self.scale, self.bias, x.dtype)
         return product.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -67,8 +68,8 @@ class LowBitLinear(nn.Module):
 
 
 def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes int8 [T, I] and steps [T, 1] of activations [T, I]."""
-    if kernels.fit(x) and x.shape[1] % ROOM == 0:
+    """Codes int8 [T, I] and scales [T, 1] of activations [T, I]."""
+    if kernels.fit(x) and x.shape[1] % SCALE_SPACE == 0:
         from onptq.kernels.codes import token_codes
 
         return unpacked(token_codes(x, bits), x.shape[1])
@@ -76,15 +77,15 @@ def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def scaled_product(
-    codes: Tensor, step: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, dtype: torch.dtype
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Codes int8 [T, I] and steps [T, 1] times codes int8 [O, I] and steps [O], plus bias [O]: [T, O] in `dtype`."""
-    if dtype in kernels.DTYPES and kernels.fit(step, weight_step, bias) and kernels.fit(codes, weight, dtypes=INT8):
+    """Codes int8 [T, I] and scales [T, 1] times codes int8 [O, I] and scales [O], plus bias [O]: [T, O] in `dtype`."""
+    if dtype in kernels.DTYPES and kernels.fit(scale, weight_scale, bias) and kernels.fit(codes, weight, dtypes=INT8):
         from onptq.kernels.products import scaled_rows
 
-        return scaled_rows(codes, step, weight, weight_step, bias, dtype)
+        return scaled_rows(codes, scale, weight, weight_scale, bias, dtype)
     product = integer_product(codes, weight).to(torch.promote_types(dtype, torch.float32))
-    product = product.mul_(step).mul_(weight_step)  # narrower steps are widened first
+    product = product.mul_(scale).mul_(weight_scale)  # narrower scales are widened first
     return (product if bias is None else product.add_(bias)).to(dtype)
 
 

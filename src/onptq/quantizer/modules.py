@@ -1,4 +1,4 @@
-"""The two kinds of module that a policy puts into each block: one set of weights, dense for D and under theta for Q."""
+"""The modules that a policy puts into each block: one set of weights, dense for D and under theta for Q."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from onptq.quantizer.theta import Learned, Settled, Theta, log_scales_in, log_sc
 from onptq.quantizer.weights import dequantize, fake_quantize_weight, smoothed, weight_codes
 from onptq.schemes import Scheme
 
-Keep = Literal["codes", "floats", "integers"]  # what is held of a frozen Q's weights
-NO_THETA = "the policy speaks as Q but no theta was attached or frozen"
+Keep = Literal["codes", "floats", "integers"]  # form of a frozen Q's weights between forwards
+NO_THETA = "the policy computes as Q but no theta was attached or frozen"
 
 
 @dataclass
 class Switch:
-    """Shared by every module of one policy."""
+    """The state that every module of one policy shares."""
 
     quantized: bool = False
-    generation: int = 0  # counts the changes of what Q computes, in any module
+    generation: int = 0  # counts the changes of Q in any module
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Live:
 
 @dataclass
 class Frozen:
-    """Q is integer codes. They become floats in every forward, or once where `keep_weight`: faster, with more memory."""
+    """Q is integer codes. They become floats in every forward, or once with `keep_weight`: faster, with more memory."""
 
     folded: FoldedLinear
     keep_weight: bool
@@ -58,7 +58,7 @@ class Integer:
 
 
 class QuantLinear(nn.Module):
-    """D: the linear as it was loaded. Q: what `state` says; None before Q has a theta."""
+    """D: the linear as it was loaded. Q: its `state`, which is None before Q has a theta."""
 
     def __init__(
         self, linear: nn.Linear, block: Block, name: str, scheme: Scheme, storage: torch.dtype, switch: Switch
@@ -102,13 +102,13 @@ class QuantLinear(nn.Module):
         if keep == "integers":
             dtype, bias = self.weight.dtype, folded.bias
             bias = None if bias is None else bias.to(dtype)
-            low_bit = LowBitLinear(folded.codes, folded.step[:, 0].to(dtype), bias, self.scheme.activation_bits)
+            low_bit = LowBitLinear(folded.codes, folded.scale[:, 0].to(dtype), bias, self.scheme.activation_bits)
             self.become(Integer(folded, low_bit))
         else:
             self.become(Frozen(folded, keep_weight=keep == "floats"))
 
     def folded(self) -> FoldedLinear:
-        """What Q deploys. For an attached theta it is folded here and not kept."""
+        """The linear that Q deploys. That of an attached theta is folded anew in every call."""
         match self.state:
             case Live(theta):
                 return self.fold(theta)
@@ -135,19 +135,19 @@ class QuantLinear(nn.Module):
     def settle(self, theta: Theta) -> Settled:
         """The codes of theta, settled: from there on only their scales follow it."""
         folded = self.fold(theta)
-        grouped = folded.codes.view(*folded.step.shape, -1)
+        grouped = folded.codes.view(*folded.scale.shape, -1)
         levels = grouped if folded.zero is None else grouped.short() - folded.zero[..., None]
         ratio = torch.zeros_like(theta.linears[self.path].ratio)
-        return Settled(ratio, levels.view_as(folded.codes), folded.step.float())
+        return Settled(ratio, levels.view_as(folded.codes), folded.scale.float())
 
     @torch.no_grad()
     def centre(self, theta: Theta) -> Learned:
         """The codes of theta as offsets [O, I] that put each weight in the middle of its code."""
         folded, exact = self.fold(theta), self._smoothed(theta)
-        level = folded.codes.float().view(*folded.step.shape, -1)
+        level = folded.codes.float().view(*folded.scale.shape, -1)
         if folded.zero is not None:
             level = level - folded.zero.float()[..., None]
-        offset = level.view_as(exact) - (exact.view_as(level) / folded.step.float()[..., None]).view_as(exact)
+        offset = level.view_as(exact) - (exact.view_as(level) / folded.scale.float()[..., None]).view_as(exact)
         return Learned(theta.linears[self.path].ratio.detach().clone(), offset)
 
     def _entering(self, x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class QuantLinear(nn.Module):
             if folded.codes.is_floating_point():
                 weight = folded.codes.to(dtype)
             else:
-                weight = dequantize(folded.codes, folded.step, folded.zero, dtype)
+                weight = dequantize(folded.codes, folded.scale, folded.zero, dtype)
             if frozen.keep_weight:
                 frozen.weight = weight
         return weight, None if folded.bias is None else folded.bias.to(dtype)
@@ -222,7 +222,7 @@ class QuantNorm(nn.Module):
         return functional_call(self.norm, {"weight": gain}, (x,))  # type: ignore[no-any-return]
 
     def gain(self) -> Tensor:
-        """The gain of the side that speaks."""
+        """The gain of the side that the policy computes as."""
         if not self.switch.quantized:
             return self.weight
         match self.state:

@@ -1,4 +1,4 @@
-"""RMS norms as transformers computes them: what leaves is rounded once before the gain and once behind it."""
+"""RMS norms as transformers computes them: rounded once before the gain and once after it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from onptq import kernels
 
-NAMES = ("variance_epsilon", "eps")  # of what is added to the mean square
+EPS_NAMES = ("variance_epsilon", "eps")  # attributes that hold what is added to the mean square
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x is [..., channels], the gain [channels]."""
+    """The norm of x [..., channels] with the gain [channels]."""
     if x.dtype == gain.dtype and kernels.fit(x, gain):
         from onptq.kernels.norms import rms_norm_rows
 
@@ -21,13 +21,13 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 @torch.no_grad()
 def find_eps(norm: nn.Module) -> float | None:
-    """The epsilon of a module that is such a norm, seen by what it computes; None of any other."""
+    """The epsilon of a module that computes such a norm; None for any other module."""
     gain: Tensor = norm.weight  # type: ignore[assignment]
-    eps = next((getattr(norm, name) for name in NAMES if hasattr(norm, name)), None)
+    eps = next((getattr(norm, name) for name in EPS_NAMES if hasattr(norm, name)), None)
     probe = torch.linspace(-1, 2, len(gain), dtype=gain.dtype, device=gain.device)
     small = probe * 1e-3  # where the epsilon shows
-    is_one = isinstance(eps, float) and all(torch.equal(norm(x), plain_norm(x, gain, eps)) for x in (probe, small))
-    return eps if is_one else None
+    is_rms_norm = isinstance(eps, float) and all(torch.equal(norm(x), plain_norm(x, gain, eps)) for x in (probe, small))
+    return eps if is_rms_norm else None
 
 
 def plain_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

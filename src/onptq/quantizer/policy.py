@@ -1,4 +1,4 @@
-"""D and Q in one: a single set of weights, wrapped so that it speaks as the dense or as the quantized policy."""
+"""D and Q in one: a single set of weights, wrapped so that it computes as the dense or as the quantized policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onptq.schemes import Scheme
 
 
 class Policy(LanguageModel):
-    """pi_D and pi_Q over the same weights; `speaking` says, for a with-block, which of them answers."""
+    """pi_D and pi_Q over the same weights; `speaking` chooses one of them for a with-block."""
 
     def __init__(
         self, model: nn.Module, scheme: Scheme, *, storage: torch.dtype | None = None, eos: Sequence[int] = ()
@@ -30,8 +30,9 @@ class Policy(LanguageModel):
 
     @property
     def generation(self) -> tuple[int, int]:
-        """The identity of the present Q: differs after every attach, freeze or release, and after every step of an optimizer
-        on an attached theta."""
+        """The identity of the present Q.
+
+        It differs after every attach, freeze or release, and after every step of an optimizer on an attached theta."""
         state = self.wrapped[0].state
         return self.switch.generation, state.theta.version if isinstance(state, Live) else 0
 
@@ -53,7 +54,7 @@ class Policy(LanguageModel):
     def freeze(self, theta: Theta, *, keep: Keep = "codes") -> None:
         """Q becomes what will be deployed: integer codes, scales and folded gains.
 
-        `keep` says what is held of its weights between forwards: codes alone, floats as well (faster), or codes that are
+        `keep` is the form of its weights between forwards: codes alone, floats as well (faster), or codes that are
         multiplied as integers, which takes a scheme that quantizes weights and activations."""
         if keep == "integers" and not (self.scheme.quantizes_weights and self.scheme.quantizes_activations):
             raise OnPTQError(f"{self.scheme} leaves floats in its GEMMs; expected weights and activations of integers")
@@ -71,7 +72,7 @@ class Policy(LanguageModel):
                 module.become(state)  # type: ignore[arg-type]
 
     def release(self) -> None:
-        """Give the memory back; the policy cannot speak any more."""
+        """Give the memory back; the policy cannot compute any more."""
         for module in self.wrapped:
             module.become(None)
         self.model.to("meta")
@@ -80,7 +81,7 @@ class Policy(LanguageModel):
 
     @torch.no_grad()
     def settle(self, theta: Theta) -> Theta:
-        """The theta of the same Q with its codes settled, so that smoothing and ratios scale it and round nothing any more."""
+        """The theta of the same Q with its codes settled: smoothing and ratios then scale it and round nothing."""
         if not self.scheme.quantizes_weights:
             return theta.clone()
         smoothing = {key: u.detach().clone() for key, u in theta.smoothing.items()}
@@ -95,8 +96,10 @@ class Policy(LanguageModel):
 
     @torch.no_grad()
     def centre(self, theta: Theta) -> Theta:
-        """The theta of the same Q with every weight moved by its offset onto the very code it has, half a scale from any other:
-        scales may change a little without changing a code, and a code changes when the evidence for it adds up."""
+        """The theta of the same Q with an offset that moves every weight to the middle of its code.
+
+        It is then half a scale from any other code: scales may change a little without changing a code, and a code
+        changes when the evidence for it adds up."""
         centred = theta.clone()
         for module in self._linears() if self.scheme.quantizes_weights else ():
             centred.linears[module.path] = module.centre(theta)

@@ -1,4 +1,4 @@
-"""A linear whose codes are settled: they no longer follow the weight, and only their steps are scaled, [O, G] of them."""
+"""A linear whose codes are settled: they no longer follow the weight, and only their scales [O, G] change."""
 
 from __future__ import annotations
 
@@ -9,56 +9,59 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from onptq.quantizer.numerics import cast_through, code_range
+from onptq.kernels.grid import code_range
+from onptq.quantizer.numerics import cast_through
 from onptq.quantizer.weights import dequantize
 from onptq.schemes import Scheme
 
 
 def settled_linear(
-    x: Tensor, levels: Tensor, step: Tensor, log_ratio: Tensor, bias: Tensor | None, storage: torch.dtype
+    x: Tensor, levels: Tensor, scale: Tensor, log_ratio: Tensor, bias: Tensor | None, storage: torch.dtype
 ) -> Tensor:
-    """x times levels [O, I] times their scaled steps: differentiable in x and in the ratio, without any rounding in between."""
-    scaled = _scaled_step(step, log_ratio, storage)
-    if bias is None and scaled.shape[1] == 1:
-        return _ScaledRows.apply(x, levels, scaled)  # type: ignore[no-untyped-call, no-any-return]
-    weight = (levels.to(x.dtype).view(*step.shape, -1) * scaled.to(x.dtype)[..., None]).view_as(levels)
+    """x times levels [O, I] times their scales times the ratio, with a gradient for x and the ratio and no rounding."""
+    effective = _effective_scale(scale, log_ratio, storage)
+    if bias is None and effective.shape[1] == 1:
+        return _ScaledRows.apply(x, levels, effective)  # type: ignore[no-untyped-call, no-any-return]
+    weight = (levels.to(x.dtype).view(*scale.shape, -1) * effective.to(x.dtype)[..., None]).view_as(levels)
     return F.linear(x, weight, bias)
 
 
 @torch.no_grad()
 def settled_codes(
-    levels: Tensor, step: Tensor, log_ratio: Tensor, scheme: Scheme, storage: torch.dtype
+    levels: Tensor, scale: Tensor, log_ratio: Tensor, scheme: Scheme, storage: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same as integers, as `weight_codes` has them; the zero point is the smallest that holds every level."""
-    scaled = _scaled_step(step, log_ratio, storage).to(storage)
+    """The same weight as `weight_codes` returns it; the zero point is the smallest that fits every level."""
+    effective = _effective_scale(scale, log_ratio, storage).to(storage)
     if scheme.symmetric:
-        return levels, scaled, None
-    grouped = levels.view(*step.shape, -1)
+        return levels, effective, None
+    grouped = levels.view(*scale.shape, -1)
     zero = code_range(scheme.weight_bits)[0] - grouped.amin(-1).clamp(max=0)
-    return (grouped + zero[..., None]).view_as(levels).to(torch.int8), scaled, zero.to(torch.int8)
+    return (grouped + zero[..., None]).view_as(levels).to(torch.int8), effective, zero.to(torch.int8)
 
 
-def _scaled_step(step: Tensor, log_ratio: Tensor, storage: torch.dtype) -> Tensor:
-    return cast_through(step * log_ratio.exp(), storage)
+def _effective_scale(scale: Tensor, log_ratio: Tensor, storage: torch.dtype) -> Tensor:
+    return cast_through(scale * log_ratio.exp(), storage)
 
 
 class _ScaledRows(torch.autograd.Function):
-    """With one step a row, y = (x levels^T) step: the step's gradient is dy y / step, summed over tokens. The gradient of the
-    weight, a product as large as the linear itself, is not needed; a bias inside y would drown what is summed."""
+    """y = (x levels^T) scale, with one scale a row: the scale's gradient is dy y / scale, summed over tokens.
+
+    The gradient of the weight, a GEMM as large as the linear itself, is not needed. A bias inside y would drown the
+    sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, levels: Tensor, step: Tensor) -> Tensor:
-        weight = dequantize(levels, step, None, x.dtype)
+    def forward(ctx: Any, x: Tensor, levels: Tensor, scale: Tensor) -> Tensor:
+        weight = dequantize(levels, scale, None, x.dtype)
         out = F.linear(x, weight)
-        ctx.save_for_backward(weight, step, out)
+        ctx.save_for_backward(weight, scale, out)
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        weight, step, out = ctx.saved_tensors
+        weight, scale, out = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[2]:
             return grad_x, None, None
-        total = (grad * out).flatten(0, -2).sum(0, dtype=step.dtype)[:, None]
-        return grad_x, None, total / torch.where(step == 0, 1, step)
+        total = (grad * out).flatten(0, -2).sum(0, dtype=scale.dtype)[:, None]
+        return grad_x, None, total / torch.where(scale == 0, 1, scale)

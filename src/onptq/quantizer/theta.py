@@ -1,4 +1,4 @@
-"""theta: the calibration parameters. All of them fold; after folding nothing but integer codes and steps survives."""
+"""theta: the calibration parameters. All of them fold: a checkpoint holds integer codes and scales alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from onptq.models.structure import LINEARS, Block
 from onptq.schemes import Scheme
 
-SMOOTHING_REACH = 1.5  # largest travel of a log-smoothing entry from where the calibration started
-RATIO_RANGE = (math.log(0.4), 0.0)  # log of the step ratio
-SETTLED_RANGE = (-0.5, 0.5)  # the same, of a step whose codes are settled
-OFFSET_RANGE = (-0.5, 0.5)  # of what is learned; a start may lie beyond it, as GPTQ's codes do
+SMOOTHING_REACH = 1.5  # largest distance of a log-smoothing entry from its value at the start of an update
+RATIO_RANGE = (math.log(0.4), 0.0)  # of the log scale ratio
+SETTLED_RANGE = (-0.5, 0.5)  # of the log scale ratio where codes are settled
+OFFSET_RANGE = (-0.5, 0.5)  # of learned offsets; those of an init may lie beyond it, as GPTQ's do
 
 # (producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
 PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -116,11 +116,11 @@ class Theta:
 
     @torch.no_grad()
     def project_(self, origin: Theta) -> None:
-        """Back into the trust region: zero-mean gauge and bounded travel of u, ratios and offsets inside their ranges,
-        which an offset that began outside may use up to where it began.
+        """Move it back into the trust region around `origin`.
 
-        A constant added to a pair's u changes nothing (row and token scales absorb it), so its mean is pinned; scales of
-        settled codes do not follow, so there it is not.
+        u keeps zero mean and a bounded distance, ratios and offsets stay in their ranges. An offset whose origin lies
+        outside may go as far as its origin. A constant added to a pair's u changes nothing, since row and token scales
+        absorb it, so its mean is pinned. Scales of settled codes do not follow, so there it is not.
         """
         settled = self.settled
         if not settled:
@@ -158,7 +158,7 @@ class Theta:
         self.saving()(path)
 
     def saving(self) -> Callable[[Path], None]:
-        """What saves it, wherever and whenever it is called: the tensors no longer lie on a GPU."""
+        """A function that saves it to a path, now or later: its tensors are on the CPU already."""
         return partial(save_file, {name: tensor.cpu() for name, tensor in _halved(self.tensors())})
 
     @classmethod
@@ -229,7 +229,7 @@ def pair_width(block: Block, pair: str) -> int:
 
 
 def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor:
-    """log s of a linear's input columns, [I]. Under GQA one scale per KV channel serves every query head of its group."""
+    """log s of a linear's input columns, [I]. Under GQA one s per KV channel serves every query head of its group."""
     u = theta.smoothing[pair_key(block, PAIR_INTO[name])]
     if name == "o_proj":
         u = u.view(block.kv_heads, 1, block.head_dim).expand(-1, block.groups, -1).reshape(-1)

@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from onptq import kernels
-from onptq.quantizer.numerics import FakeQuantize, cast_through, code_range, round_to_codes
+from onptq.kernels.grid import OFF_TIE, code_range
+from onptq.quantizer.numerics import FakeQuantize, cast_through, round_to_codes
 from onptq.schemes import Scheme
-
-# A symmetric grid reaches half a step beyond its last positive code, and a row's largest weight would lie on the tie between
-# two codes, where the last bit of a product decides. This keeps it just inside.
-OFF_TIE = 1 + 2**-10
 
 
 def smoothed(weight: Tensor, log_in: Tensor | None, log_out: Tensor | None) -> Tensor:
@@ -23,7 +20,7 @@ def smoothed(weight: Tensor, log_in: Tensor | None, log_out: Tensor | None) -> T
 def weight_grid(
     weight: Tensor, log_ratio: Tensor, scheme: Scheme, storage: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Step [O, G, 1], already rounded to the dtype it is stored in, and zero point [O, G, 1] of weights [O, G, I / G]."""
+    """Scale [O, G, 1], rounded to the dtype it is stored in, and zero point [O, G, 1] of weights [O, G, I / G]."""
     low, high = code_range(scheme.weight_bits)
     ratio = log_ratio.exp()[..., None]
     if scheme.symmetric:
@@ -32,11 +29,11 @@ def weight_grid(
         floor = weight.amin(dim=-1, keepdim=True).clamp(max=0)
         reach = weight.amax(dim=-1, keepdim=True).clamp(min=0) - floor
         span = reach / reach.new_full((), high - low)  # a division on a GPU too, as for activations
-    step = cast_through(ratio * span, storage)
-    step = torch.where(step == 0, torch.finfo(storage).eps, step)
+    scale = cast_through(ratio * span, storage)
+    scale = torch.where(scale == 0, torch.finfo(storage).eps, scale)
     if scheme.symmetric:
-        return step, None
-    return step, (low - ratio.detach() * floor.detach() / step.detach()).round().clamp(low, high)
+        return scale, None
+    return scale, (low - ratio.detach() * floor.detach() / scale.detach()).round().clamp(low, high)
 
 
 def fake_quantize_weight(
@@ -49,7 +46,7 @@ def fake_quantize_weight(
     storage: torch.dtype,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Differentiable in theta: weight [O, I], smoothed, to what the deployed linear multiplies with, in the compute dtype."""
+    """The weight [O, I] of the deployed linear, in the compute dtype; differentiable in theta."""
     if not scheme.quantizes_weights:
         return cast_through(smoothed(weight, log_in, log_out), storage).to(dtype)
     theta, dtypes = (log_in, log_out, log_ratio, offset), {weight.dtype, storage, dtype}
@@ -62,9 +59,10 @@ def fake_quantize_weight(
         return fake_quantize_rows(weight, scale_in, scale_out, log_ratio.exp(), offset, *grid)
     grouped = _grouped(smoothed(weight, log_in, log_out), log_ratio)
     offset = None if offset is None else _grouped(offset, log_ratio)
-    step, zero = weight_grid(grouped, log_ratio, scheme, storage)
+    scale, zero = weight_grid(grouped, log_ratio, scheme, storage)
     shift = offset if zero is None else zero if offset is None else offset + zero
-    out: Tensor = FakeQuantize.apply(grouped, step, shift, zero, scheme.weight_bits, dtype)  # type: ignore[no-untyped-call]
+    bits = scheme.weight_bits
+    out: Tensor = FakeQuantize.apply(grouped, scale, shift, zero, bits, dtype)  # type: ignore[no-untyped-call]
     return out.view_as(weight)
 
 
@@ -72,24 +70,24 @@ def fake_quantize_weight(
 def weight_codes(
     weight: Tensor, log_ratio: Tensor, offset: Tensor | None, scheme: Scheme, storage: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same as integers: codes int8 [O, I], step [O, G] in the storage dtype, zero point int8 [O, G] or None."""
+    """The same weight as codes int8 [O, I], scale [O, G] in the storage dtype, and zero point int8 [O, G] or None."""
     grouped, offset = _grouped(weight, log_ratio), None if offset is None else _grouped(offset, log_ratio)
-    step, zero = weight_grid(grouped, log_ratio, scheme, storage)
+    scale, zero = weight_grid(grouped, log_ratio, scheme, storage)
     shift = offset if zero is None else zero if offset is None else offset + zero
-    codes = round_to_codes(grouped, step, scheme.weight_bits, shift).to(torch.int8).view_as(weight)
-    return codes, step[..., 0].to(storage), None if zero is None else zero[..., 0].to(torch.int8)
+    codes = round_to_codes(grouped, scale, scheme.weight_bits, shift).to(torch.int8).view_as(weight)
+    return codes, scale[..., 0].to(storage), None if zero is None else zero[..., 0].to(torch.int8)
 
 
-def dequantize(codes: Tensor, step: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(codes - zero) * step in the compute dtype, [O, I]."""
-    if dtype in kernels.DTYPES and kernels.fit(step) and kernels.fit(codes, zero, dtypes={torch.int8}):
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(codes - zero) * scale in the compute dtype, [O, I]."""
+    if dtype in kernels.DTYPES and kernels.fit(scale) and kernels.fit(codes, zero, dtypes={torch.int8}):
         from onptq.kernels.weights import dequantize_rows
 
-        return dequantize_rows(codes, step, zero, dtype)
-    grouped = codes.to(dtype).view(*step.shape, -1)
+        return dequantize_rows(codes, scale, zero, dtype)
+    grouped = codes.to(dtype).view(*scale.shape, -1)
     if zero is not None:
         grouped = grouped - zero.to(dtype)[..., None]
-    return (grouped * step.to(dtype)[..., None]).view_as(codes)
+    return (grouped * scale.to(dtype)[..., None]).view_as(codes)
 
 
 def _grouped(matrix: Tensor, log_ratio: Tensor) -> Tensor:

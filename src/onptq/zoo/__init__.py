@@ -1,1 +1,1 @@
-"""Models that come with OnPTQ."""
+"""Models that come with OnPTQ, and the tasks they are calibrated and measured on."""

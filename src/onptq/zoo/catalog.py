@@ -1,4 +1,4 @@
-"""The models that can be named: what they are, where they lie, and which of them are derived when first asked for."""
+"""The catalog of models that come with OnPTQ: what they are, where they lie, and how the derived ones are made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from onptq.files import cache_folder
 
 MODELS = Path(__file__).parent / "models"  # part of the package: read, never written to
 OUTLIERS = "+outliers"
-CHOSEN = "outliers.json"  # which channels, beside the weights that they belong to
-RECORDS = ("log.jsonl", CHOSEN)  # how a model was made: no part of its checkpoint
+CHOSEN = "outliers.json"  # the outlier channels, beside the weights that they belong to
+RECORDS = ("log.jsonl", CHOSEN)  # files about the making of a model: no part of its checkpoint
 PARTIAL = ".partial-"
 ABANDONED = 3600  # seconds after which an unfinished folder in the cache belongs to a process that died
 
@@ -50,11 +50,12 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class Derivation:
-    """A folder in the cache: a function of `inputs` and of the code that writes it."""
+    """A folder in the cache: a function of `inputs` and of the code that writes it, and named after both."""
 
     label: str
     inputs: Sequence[Path]
-    code: str  # the module beside this one that holds `write`
+    code: str  # the module beside this one that holds `write`; a change of its text makes a new folder
+    files: Collection[str]  # that `write` writes
     write: Callable[[Path], None]
 
     @property
@@ -68,27 +69,30 @@ class Derivation:
 
 @dataclass(frozen=True)
 class Status:
-    """What `onptq zoo list` says of an entry."""
+    """A row of `onptq zoo list`."""
 
     entry: Entry
     available: bool
-    note: str = ""  # why not
-    folder: Path | None = None  # None until it is derived, when first used
+    note: str = ""  # why it is not available
+    folder: Path | None = None  # None until it is derived, on first use
     parameters: int | None = None
     bytes: int | None = None
 
 
 def locate(name: str) -> Path:
-    """The checkpoint folder of a name in the catalog. A derived one is written into the cache when first asked for."""
+    """The checkpoint folder of a name in the catalog. A derived one is written into the cache on first use."""
     _require(name)
     derivation = _derivation(name)
     return _shipped(name) if derivation is None else _derived(derivation)
 
 
 def export(name: str, out: Path) -> None:
-    """Copy the checkpoint of that name into `out`, a new or empty folder; config.json last, so that half is none."""
+    """Copy the checkpoint of that name into `out`, a new or empty folder.
+
+    config.json comes last, so that an interrupted copy does not look like a checkpoint.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OnPTQError(f"{out} is there already: expected a new or empty folder")
+        raise OnPTQError(f"{out} exists and is not an empty folder: expected a new or empty folder")
     folder = locate(name)
     files = [path for path in folder.rglob("*") if path.is_file() and path.name not in RECORDS]
     files.sort(key=lambda path: path.name == "config.json")
@@ -102,21 +106,21 @@ def export(name: str, out: Path) -> None:
 
 
 def describe(name: str) -> Status:
-    """What can be said of a model without deriving it."""
+    """The status of a model, found without deriving it."""
     entry = _require(name)
     try:
         derivation = _derivation(name)
         folder = _shipped(name) if derivation is None else derivation.folder
     except OnPTQError as error:
         return Status(entry, False, str(error))
-    if not _is_whole(folder):
+    if not _is_complete(folder, () if derivation is None else derivation.files):
         return Status(entry, True)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Status(entry, True, folder=folder, parameters=_parameters(folder), bytes=size)
 
 
 def names() -> tuple[str, ...]:
-    """Every name that `locate` resolves."""
+    """All names that `locate` resolves."""
     return tuple(ENTRIES)
 
 
@@ -134,12 +138,12 @@ def _shipped(name: str) -> Path:
 
 
 def _derivation(name: str) -> Derivation | None:
-    """How a derived model comes about; None for one that is shipped."""
+    """The derivation of a derived model; None for one that is shipped."""
     if name == SMOLLM2.name:
         from onptq.zoo import smollm2
 
         gguf = smollm2.find_gguf()
-        return Derivation("smollm2", [gguf], "smollm2", lambda out: smollm2.convert(gguf, out))
+        return Derivation("smollm2", [gguf], "smollm2", smollm2.FILES, lambda out: smollm2.convert(gguf, out))
     if not name.endswith(OUTLIERS):
         return None
     base = name.removesuffix(OUTLIERS)
@@ -153,16 +157,17 @@ def _derivation(name: str) -> Derivation | None:
     inputs = sorted(path for path in folder.iterdir() if path.is_file())
     if CHOSEN not in {path.name for path in inputs}:
         raise OnPTQError(f"{name} cannot be derived: {folder} has no {CHOSEN}")
-    return Derivation(f"{folder.name}{OUTLIERS}", inputs, "outliers", write)
+    files = [path.name for path in inputs if path.name not in RECORDS]
+    return Derivation(f"{folder.name}{OUTLIERS}", inputs, "outliers", files, write)
 
 
 def _derived(derivation: Derivation) -> Path:
-    """The folder of a derived model: the one in the cache, or a new one where that is missing or damaged.
+    """The folder of a derived model: the one in the cache, or a new one if that is missing or damaged.
 
-    It is written aside and renamed, so that of two processes the second uses what the first left.
+    A new one is written aside and renamed, so that of two processes the second uses the folder of the first.
     """
     target = derivation.folder
-    if _is_whole(target):
+    if _is_complete(target, derivation.files):
         return target
     cache, stage = target.parent, None
     try:
@@ -173,7 +178,7 @@ def _derived(derivation: Derivation) -> Path:
         fresh.mkdir()
         derivation.write(fresh)
         with contextlib.suppress(FileNotFoundError):
-            if not _is_whole(target):
+            if not _is_complete(target, derivation.files):
                 target.rename(stage / "damaged")
         try:
             fresh.rename(target)
@@ -190,8 +195,8 @@ def _derived(derivation: Derivation) -> Path:
     return target
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether the JSON files of a checkpoint can be parsed and its weights are as long as their headers say."""
+def _is_complete(folder: Path, files: Collection[str]) -> bool:
+    """Whether `files` are there, the JSON files can be parsed and the weights are as long as their headers say."""
     from safetensors import SafetensorError, safe_open
 
     weights = list(folder.glob("*.safetensors"))
@@ -203,14 +208,14 @@ def _is_whole(folder: Path) -> bool:
                 pass
     except (OSError, ValueError, SafetensorError):
         return False
-    return bool(weights)
+    return bool(weights) and all((folder / name).is_file() for name in files)
 
 
 def _sweep(cache: Path) -> None:
-    for left in cache.glob(f"{PARTIAL}*"):
+    for unfinished in cache.glob(f"{PARTIAL}*"):
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - unfinished.stat().st_mtime > ABANDONED:
+                shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _parameters(folder: Path) -> int:

@@ -1,11 +1,11 @@
-"""What a caption claims about its image, and whether the image bears it out."""
+"""Claims of a caption, and whether its scene makes them true."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from onptq.evaluate.items import Grade
+from onptq.evaluate.tasks import Grade
 from onptq.zoo.language import (
     BESIDE,
     COLOR_WORDS,
@@ -53,7 +53,7 @@ GROUND = re.compile(rf"(?:{'|'.join(GROUNDED)}) ({_any(GROUND_OF)})\b")
 
 
 def claims(caption: str) -> list[Claim]:
-    """What a caption says that its image can prove or disprove, read clause by clause."""
+    """The statements of a caption that its scene can confirm or refute, read clause by clause."""
     made: list[Claim] = [Claim("sign", (text.upper(),)) for text in SIGN.findall(caption)]
     for clause in re.split(r"[.,;]", caption.lower()):
         nouns = list(NOUN.finditer(clause))
@@ -81,7 +81,7 @@ def _cell(where: re.Match[str]) -> tuple[str, str]:
 
 
 def holds(claim: Claim, scene: Scene) -> bool:
-    """Whether the scene bears the claim out."""
+    """Whether the claim is true of the scene."""
     values = claim.values
     if claim.kind == "sign":
         return any(sign.text == values[0] for sign in scene.signs)
@@ -102,6 +102,6 @@ def holds(claim: Claim, scene: Scene) -> bool:
 
 
 def grade_caption(caption: str, scene: Scene) -> Grade:
-    """The share of claims that hold; a caption that claims nothing earns nothing."""
+    """The number of true claims out of all claims; a caption without claims scores 0."""
     made = claims(caption)
     return Grade(float(sum(holds(claim, scene) for claim in made)), float(max(1, len(made))))

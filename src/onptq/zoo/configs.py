@@ -1,4 +1,4 @@
-"""config.json of the small models: each family's own layout, as the checkpoints on the hub spell it."""
+"""config.json and preprocessor_config.json of each family, in the layout of the checkpoints on the hub."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Dims:
         return self.hidden // self.heads
 
     def mrope_section(self, parts: tuple[int, int, int]) -> list[int]:
-        """Rotary frequencies given to time, height and width, in the proportions of the published models."""
+        """Numbers of rotary frequencies for time, height and width, in the proportions of the published models."""
         return [part * self.head_dim // (2 * sum(parts)) for part in parts]
 
 
@@ -46,23 +46,23 @@ class Towers:
     heads: int = 2
     ffn: int = 128
     depth: int = 2
-    window: int = 56  # pixels: what a block of Qwen2.5's tower sees, except those that see everything
-    full: tuple[int, ...] = (1,)
+    window: int = 56  # pixels of the attention window in Qwen2.5's tower
+    full: tuple[int, ...] = (1,)  # blocks of it with full attention
     deep_depth: int = 3  # Qwen3's tower
     deepstack: tuple[int, ...] = (0, 1)
     positions: int = 256
     audio_layers: int = 2
-    audio_heads: int | None = None  # as many as the vision tower has
+    audio_heads: int | None = None  # None: as many as in the vision tower
     audio_ffn: int = 128
     audio_window: int = 25  # half a chunk of mel frames
-    talker_vocab: int | None = None  # as many as the thinker has
+    talker_vocab: int | None = None  # None: that of the thinker
 
 
 RANDOM_TOWERS = Towers()
 
 
 def model_config(family: str, dims: Dims, ids: Mapping[str, int], towers: Towers = RANDOM_TOWERS) -> JSON:
-    return _CONFIGS[family](dims, ids, towers)
+    return CONFIGS[family](dims, ids, towers)
 
 
 def preprocessor_config(family: str, audio: bool, pixels: tuple[int, int] | None = None) -> JSON:
@@ -119,7 +119,7 @@ def _stops(ids: Mapping[str, int]) -> JSON:
 
 
 def _windowed_vision(dims: Dims, towers: Towers) -> JSON:
-    """The vision tower of Qwen2.5: blocks that see a window of merged patches, and some that see everything."""
+    """The vision tower of Qwen2.5: blocks with windowed attention, and some with full attention."""
     return {
         "depth": towers.depth,
         "hidden_size": towers.width,
@@ -297,7 +297,7 @@ def _qwen3(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
     return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_text(dims), **_stops(ids), **heads}
 
 
-_CONFIGS: dict[str, Callable[[Dims, Mapping[str, int], Towers], JSON]] = {
+CONFIGS: dict[str, Callable[[Dims, Mapping[str, int], Towers], JSON]] = {
     "qwen2.5-vl": _qwen2_5_vl,
     "qwen3-vl": _qwen3_vl,
     "qwen2.5-omni": _qwen2_5_omni,

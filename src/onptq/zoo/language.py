@@ -1,7 +1,7 @@
-"""Captions that say the same thing in many ways.
+"""Captions of a scene, in many wordings.
 
-Every caption is told in one of four styles. A style prefers some words over their synonyms, decides how much is said
-and in which order, and is not announced: what comes next is rarely certain, and the first words lean on the later ones.
+Every caption has one of four styles. A style prefers some words over their synonyms and decides how much is described and in
+which order. The prompt does not name it, so the next token is rarely certain, and early tokens influence later ones.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 ROWS = (("top", "upper"), ("middle", "center"), ("bottom", "lower"))
 COLS = ("left", "", "right")
-PLACES = {  # by how far a cell is from the middle: 0 the middle itself, 1 an edge, 2 a corner
+PLACES = {  # by distance of a cell from the middle: 0 the middle, 1 an edge, 2 a corner
     2: ("in the {row} {col} corner", "at the {row} {col}", "in the {row} {col}", "near the {row} {col} corner"),
     1: ("at the {edge}", "on the {edge} side", "along the {edge} edge", "near the {edge}"),
     0: ("in the middle", "in the center", "at the center", "right in the middle"),
@@ -111,14 +111,14 @@ INSTRUCTIONS = (
 
 
 class Teller:
-    """Chooses among synonyms as a style does: one word in half of the cases, the others ever more rarely."""
+    """Chooses among synonyms by a random style: one word about half of the time, each further one about half as often."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
         self.style = rng.choice(STYLES)
 
     def choose(self, options: tuple[str, ...]) -> str:
-        order, weights = _taste(self.style, options)
+        order, weights = _preferences(self.style, options)
         return self.rng.choices(order, cum_weights=weights)[0]
 
     def happens(self, probability: float) -> bool:
@@ -126,7 +126,7 @@ class Teller:
 
 
 @cache
-def _taste(style: str, options: tuple[str, ...]) -> tuple[list[str], list[float]]:
+def _preferences(style: str, options: tuple[str, ...]) -> tuple[list[str], list[float]]:
     order = sorted(options, key=lambda option: zlib.crc32(f"{style}/{option}".encode()))
     total, weights = 0.0, []
     for rank in range(len(order)):
@@ -136,7 +136,7 @@ def _taste(style: str, options: tuple[str, ...]) -> tuple[list[str], list[float]
 
 
 def tell(scene: Scene, rng: Random) -> str:
-    """A caption of some 30 to 60 tokens; no two tellings of a scene are alike."""
+    """A random caption of the scene, of about 30 to 60 tokens."""
     teller = Teller(rng)
     things = list(scene.things)
     rng.shuffle(things)

@@ -30,13 +30,13 @@ def write_prompts(folder: Path, modalities: Set[str], count: int, image_size: in
     for index in range(count):
         random = Random(f"{seed}/{index}")
         images = _draw_images(folder, index, image_size, random) if _has_image(index, modalities) else []
-        audios = [_play(folder, index, random)] if _has_audio(index, modalities) else []
+        audios = [_write_sweep(folder, index, random)] if _has_audio(index, modalities) else []
         lines.append(_prompt(index, images, audios, random))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def _has_image(index: int, modalities: Set[str]) -> bool:
-    """With audio clips around, images and audio clips alternate and sometimes meet; every eighth prompt is text alone."""
+    """Whether a prompt has an image. Families with audio get images in two of three prompts; every eighth is text alone."""
     return "image" in modalities and index % 8 != 7 and ("audio" not in modalities or index % 3 != 1)
 
 
@@ -73,11 +73,11 @@ def _draw_images(folder: Path, index: int, size: int, random: Random) -> list[st
     return paths
 
 
-def _play(folder: Path, index: int, random: Random) -> str:
+def _write_sweep(folder: Path, index: int, random: Random) -> str:
     (folder / "media").mkdir(exist_ok=True)
     time = np.arange(int(RATE * random.uniform(0.3, 1.2))) / RATE
-    start, end = random.uniform(100, 400), random.uniform(400, 2000)
-    sweep = np.sin(2 * np.pi * (start + (end - start) * time / 2) * time) * (0.6 + 0.4 * np.sin(2 * np.pi * 3 * time))
+    low, high = random.uniform(100, 400), random.uniform(400, 2000)
+    sweep = np.sin(2 * np.pi * (low + (high - low) * time / 2) * time) * (0.6 + 0.4 * np.sin(2 * np.pi * 3 * time))
     path = f"media/p{index:03d}.wav"
     with wave.open(str(folder / path), "wb") as file:
         file.setparams((1, 2, RATE, len(time), "NONE", "not compressed"))

@@ -1,8 +1,8 @@
-"""Activation outliers as large models have them, by a rescaling that leaves the function exactly as it was.
+"""Activation outliers as in large models, by a rescaling that leaves the dense function unchanged.
 
-A few channels are multiplied by a power of two where they are produced (gain of a norm, rows of v_proj and up_proj) and divided
-by it where they are read (columns of the linears behind). A power of two moves only the exponent, so in bfloat16 and float32
-every product and every sum stays the same to the last bit. float16 has too small an exponent for the divided weights.
+Some channels are multiplied by a power of two where they are produced (gain of a norm, rows of v_proj and up_proj) and divided
+by it where they are read (columns of the next linears). A power of two moves only the exponent, so in bfloat16 and float32
+every multiplication and every sum stays the same to the last bit. float16 has too small an exponent for the divided weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ and the linears that read them are divided. Dense outputs are the same to the la
 
 @dataclass(frozen=True)
 class Outliers:
-    """For every block: what produces the channels -> channel -> factor."""
+    """For every block: producer of the channels -> channel -> factor."""
 
     blocks: tuple[Mapping[str, Mapping[int, int]], ...]
 
@@ -49,7 +49,9 @@ class Outliers:
         for index, producers in enumerate(self.blocks):
             for producer, channels in producers.items():
                 if producer not in PRODUCERS:
-                    raise OnPTQError(f"block {index}: {producer!r} is none of {', '.join(PRODUCERS)}")
+                    raise OnPTQError(
+                        f"block {index}: unknown producer {producer!r}; expected one of {', '.join(PRODUCERS)}"
+                    )
                 for channel, factor in channels.items():
                     if channel < 0 or factor < 1 or factor & (factor - 1):
                         raise OnPTQError(
@@ -96,7 +98,7 @@ def apply_outliers(tensors: Mapping[str, Tensor], outliers: Outliers, config: Ma
 
 
 def _rescale(tensors: dict[str, Tensor], path: str, channels: list[int], factors: Tensor) -> None:
-    """Gain of a norm, or rows of a linear with their bias."""
+    """Multiply the gain of a norm, or rows of a linear and its bias, in place."""
     for name in (f"{path}.weight", f"{path}.bias"):
         if name not in tensors and name.endswith("bias"):
             continue
@@ -110,7 +112,7 @@ def _rescale(tensors: dict[str, Tensor], path: str, channels: list[int], factors
 
 
 def _columns_of_kv(channels: list[int], factors: Tensor, config: Mapping[str, Any]) -> tuple[list[int], Tensor]:
-    """o_proj's columns for KV channels: one in every query head of the group that reads the KV head."""
+    """The columns of o_proj that read the KV channels, one per query head of the group, and their factors."""
     text = text_config(config)
     heads, kv_heads = text["num_attention_heads"], text["num_key_value_heads"]
     width, group = text.get("head_dim") or text["hidden_size"] // heads, heads // kv_heads
@@ -132,7 +134,7 @@ def _decoder_prefix(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
     ]
     prefixes = [prefix for prefix in decoders if prefix not in others]
     if len(prefixes) != 1:
-        raise OnPTQError(f"expected one language model in the checkpoint, found {prefixes or 'none'}")
+        raise OnPTQError(f"the checkpoint has {len(prefixes)} language models ({', '.join(prefixes)}); expected one")
     return prefixes[0]
 
 

@@ -12,7 +12,7 @@ from onptq.zoo.sprites import SHAPES
 
 LETTERS = "ABCD"
 UNANSWERABLE = "unanswerable"
-TRIES = 40  # random walks and statements, before a question of that kind is given up
+TRIES = 40  # random walks or statements before a question of that kind is given up
 LISTEN = "Answer what you hear."  # the text beside a spoken question
 STEPS = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}
 NUMBERS = tuple(map(str, range(17)))
@@ -41,13 +41,13 @@ def plural(shape: str) -> str:
 
 
 def ask_choice(scene: Scene, rng: Random) -> Question:
-    """A question that takes a step of reasoning, with four options of which one is right."""
+    """A question that takes a reasoning step, with four options of which one is right."""
     kind, (text, right, wrong) = _reason(scene, rng, list(CHOICES))
     return _with_options(text, right, wrong, kind, rng)
 
 
 def ask_open(scene: Scene, rng: Random) -> Question:
-    """The same without options: the answer itself is to be said."""
+    """The same kind of question without options: the answer is the word itself."""
     kind, (text, right, _) = _reason(scene, rng, [kind for kind in CHOICES if kind != "true"])
     return Question(text, right, kind)
 
@@ -86,7 +86,7 @@ def _beside(scene: Scene, rng: Random) -> Options:
 
 
 def _hop(scene: Scene, rng: Random) -> Options:
-    """Two or three steps in a row, and only the colour at their end is asked for."""
+    """A question about the colour at the end of two or three moves."""
     for _ in range(TRIES if scene.unique else 0):
         start = rng.choice(scene.unique)
         words = rng.choices(list(STEPS), k=rng.randint(2, 3))
@@ -109,7 +109,7 @@ def _step(scene: Scene, thing: Thing, word: str) -> Thing | None:
 
 
 def _count(scene: Scene, rng: Random) -> Options:
-    """Of a colour, a shape or a size, in the whole image or on one side of a thing."""
+    """A question about how many things have a colour, shape or size, in the image or on one side of a thing."""
     kinds: dict[str, Callable[[Thing], bool]] = {"large things": lambda thing: thing.large}
     kinds["small things"] = lambda thing: not thing.large
     for color in sorted({thing.color for thing in scene.things}):
@@ -143,7 +143,7 @@ def _most(scene: Scene, rng: Random) -> Options:
 
 
 def _same(scene: Scene, rng: Random) -> Options:
-    """Which other thing shares the colour of a thing whose shape is unique."""
+    """A question about another thing with the colour of a thing whose shape is unique."""
     ways = []
     for thing in scene.things:
         twins = [one for one in scene.find(color=thing.color) if one != thing]
@@ -158,7 +158,7 @@ def _same(scene: Scene, rng: Random) -> Options:
 
 
 def _true(scene: Scene, rng: Random) -> Options:
-    """Which of four statements holds; the wrong ones name things of the scene too."""
+    """A question about which of four statements is true; the false ones name things of the scene too."""
     right, wrong = None, set[str]()
     for _ in range(TRIES if len(scene.unique) > 1 else 0):
         a, b = rng.sample(scene.unique, 2)
@@ -174,7 +174,7 @@ def _true(scene: Scene, rng: Random) -> Options:
 
 
 def _sum(scene: Scene, rng: Random) -> Options:
-    """Two signs show a number each."""
+    """A question about the sum of the numbers on two signs."""
     numbers = [int(sign.text) for sign in scene.signs if sign.text.isdigit()]
     if len(numbers) != 2:
         return None
@@ -183,7 +183,7 @@ def _sum(scene: Scene, rng: Random) -> Options:
 
 
 def _strangers(scene: Scene, rng: Random, count: int) -> list[str]:
-    """Things that are not there, first of all those made of colours and shapes that are."""
+    """Names of things that are not in the scene, those of its colours and shapes first."""
     present = set(map(name, scene.things))
     colors, shapes = {thing.color for thing in scene.things}, {thing.shape for thing in scene.things}
     likely = [f"{color} {shape}" for color in sorted(colors) for shape in sorted(shapes)]
@@ -211,7 +211,7 @@ def ask_short(scene: Scene, rng: Random) -> Question:
 
 
 def ask_spoken(scene: Scene, rng: Random) -> tuple[str, Question]:
-    """The words to be heard, and the question they stand for."""
+    """The words of a spoken question, and the question with its answer."""
     kind = rng.choice(list(SHORTS))
     text, answer = SHORTS[kind](scene, rng)
     words = text.lower().removesuffix("?")
@@ -223,7 +223,7 @@ def _one(things: list[Thing], answer: Callable[[Thing], str]) -> str:
 
 
 def _shape(scene: Scene, rng: Random) -> str:
-    """Mostly one of the scene, now and then any."""
+    """A shape: of the scene with probability 0.8, else any."""
     return rng.choice(scene.things).shape if scene.things and rng.random() < 0.8 else rng.choice(list(SHAPES))
 
 
@@ -267,7 +267,7 @@ SHORTS: dict[str, Callable[[Scene, Random], tuple[str, str]]] = {
 
 
 def ask_read(scene: Scene, rng: Random, sign: Sign | None = None) -> Question:
-    """What a sign says: the given one, or any."""
+    """A question about the text of `sign`, or of a random sign."""
     sign = sign or rng.choice(scene.signs)
     first = sign == scene.signs[0]
     which = "" if len(scene.signs) == 1 else "upper " if first else "lower "
@@ -275,7 +275,7 @@ def ask_read(scene: Scene, rng: Random, sign: Sign | None = None) -> Question:
 
 
 def choice_scene(rng: Random, split: str) -> Scene:
-    """Few things, or many on a finer grid, of a small palette; now and then with two numbers."""
+    """A scene of few things, or of many on a finer grid, in a small palette; with probability 0.12 with two numbers."""
     if rng.random() < 0.12:
         signs = ["".join(rng.choices("23456789", k=2)) for _ in range(2)]
         return sample_scene(rng, split, things=(2, 3), signs=signs, palette=rng.randint(3, 5))

@@ -1,4 +1,4 @@
-"""Small checkpoints of the real architectures with random weights: an ordinary folder, and prompts to go with it."""
+"""Small checkpoints of the real architectures with random weights, and prompts for them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from onptq.errors import OnPTQError
-from onptq.models import FAMILIES
-from onptq.zoo.configs import Dims, model_config, preprocessor_config
+from onptq.registry import FAMILIES
+from onptq.zoo.configs import CONFIGS, Dims, model_config, preprocessor_config
 from onptq.zoo.media import write_prompts
 from onptq.zoo.tokens import LLAMA, OMNI, QWEN, TokenSet, write_tokenizer
 
-LOGIT_STD = 2.5  # flatter, and every state is a tie; steeper, and no rounding changes a decision
-# Attention peaked enough that it is no average of noise; residual updates small enough that 4 bits flip a fifth of the
-# greedy tokens rather than most.
+LOGIT_STD = 2.5  # below it every state is nearly a tie; above it rounding changes no decision
+# Attention is peaked, not an average of noise. Residual updates are small, so that 4 bits change a fifth of the greedy
+# tokens rather than most.
 GAINS = {"q_proj": 1.4, "k_proj": 1.4, "o_proj": 0.7, "down_proj": 0.4}
 TIED_EMBEDDING_STD = 0.5
 OUTLIER_EVERY = 32  # one norm channel in so many is an outlier
@@ -31,7 +31,7 @@ RESIDUAL = ("o_proj.weight", "down_proj.weight")
 
 PLACEHOLDERS = {"<|image_pad|>", "<|video_pad|>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"}
 TOKENS = {"qwen2.5-omni": OMNI, "llama": LLAMA}
-WHOLE = {"qwen2.5-omni": "Qwen2_5OmniForConditionalGeneration"}  # where the checkpoint holds more than the family loads
+WHOLE = {"qwen2.5-omni": "Qwen2_5OmniForConditionalGeneration"}  # classes of checkpoints that hold more than is loaded
 
 
 def write_random(
@@ -55,7 +55,7 @@ def write_random(
 
     Greedy responses vary and seldom end early, and rounding the weights to 4 bits changes some of their tokens.
     `outliers` multiplies a few channels of the linears' inputs by 1 + outliers, and divides the weights that read them.
-    A `vocab` beyond what the tokenizer knows leaves ids that the model may write but nobody can spell.
+    A `vocab` larger than the tokenizer's leaves ids that the model may generate but that have no text.
     """
     tokens = TOKENS.get(family, QWEN)
     dims = Dims(layers, hidden, ffn, heads, kv_heads, vocab, tie, dtype)
@@ -76,8 +76,8 @@ def write_random(
 
 
 def _validate(family: str, dims: Dims, special: int) -> None:
-    if family not in FAMILIES:
-        raise OnPTQError(f"unknown family {family!r}: expected one of {', '.join(FAMILIES)}")
+    if family not in CONFIGS:
+        raise OnPTQError(f"no random model of {family!r} can be written: expected one of {', '.join(CONFIGS)}")
     if dims.hidden != dims.heads * dims.head_dim or dims.head_dim % 32 != 0 or dims.heads % dims.kv_heads != 0:
         raise OnPTQError(
             f"hidden {dims.hidden} with {dims.heads} heads and {dims.kv_heads} KV heads: expected heads that are a "
@@ -94,8 +94,11 @@ def generation_config(tokens: TokenSet, ids: Mapping[str, int]) -> dict[str, Any
 
 
 def silent_ids(tokens: TokenSet, ids: Mapping[str, int], tie: bool) -> list[int]:
-    """Tokens that no response may contain, by rows of zeros in the head. Where the head is also the embedding only the
-    placeholders, whose embeddings are never read: another token without an embedding would be a hole in the prompt."""
+    """Ids of the tokens that no response may contain: their rows of the head are zero.
+
+    With a tied head these are the placeholders alone, whose embeddings are never read. The embedding of any other token
+    must not be zero.
+    """
     silent = PLACEHOLDERS if tie else set(tokens.special) - set(tokens.stops)
     return sorted(ids[token] for token in silent & set(tokens.special))
 
@@ -111,7 +114,7 @@ def draw_weights(
     logit_std: float = LOGIT_STD,
     device: str = "cpu",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint that `folder`'s config.json describes, one at a time, drawn on `device`."""
+    """Names and values of the tensors that `folder`'s config.json describes, one at a time, drawn on `device`."""
     for name, shape in tensor_shapes(folder, family).items():
         if dims.tie and name.endswith("lm_head.weight"):
             continue
@@ -123,7 +126,7 @@ def draw_weights(
 
 
 def tensor_shapes(folder: Path, family: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as the transformers class saves them; without weights, so that size costs nothing here."""
+    """Names and shapes as the transformers class saves them, from a model on the meta device."""
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -135,14 +138,14 @@ def tensor_shapes(folder: Path, family: str) -> dict[str, tuple[int, ...]]:
 
 
 def _draw(name: str, shape: tuple[int, ...], dims: Dims, seed: int, logit_std: float, device: str) -> Tensor:
-    """Values that depend on seed and name alone, scaled so that every part of the model has a say in the logits."""
+    """Values that depend on seed and name alone, scaled so that every part of the model affects the logits."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:6], "big"))
     normal = torch.randn(shape, generator=generator, device=device)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return 1.4 + 0.1 * normal
     if dims.tie and name.endswith("model.norm.weight"):
-        # A head that is also the embedding would answer every token with itself; random signs take that apart.
+        # A tied head would predict the input token again; random signs of the last norm prevent that.
         return normal.sign() * logit_std / (TIED_EMBEDDING_STD * math.sqrt(dims.hidden))
     if len(shape) == 1:
         return 0.1 * normal if name.endswith("bias") else 1 + 0.1 * normal
@@ -157,7 +160,7 @@ def _draw(name: str, shape: tuple[int, ...], dims: Dims, seed: int, logit_std: f
 
 
 def _make_outliers(name: str, weight: Tensor, factor: float) -> None:
-    """Trade scale between a norm and its linears in a few channels: the same function, but with activation outliers."""
+    """Multiply some channels of a norm and divide the linears that read them, in place: the same function with outliers."""
     if name.endswith(NORMS):
         weight[::OUTLIER_EVERY] *= factor
     if name.endswith(READERS) and "tower" not in name and "visual" not in name:

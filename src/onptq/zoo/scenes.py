@@ -1,4 +1,4 @@
-"""Scenes of the embedded task suite: coloured things on a grid and signs to read, and how they are drawn."""
+"""Scenes of the embedded tasks: coloured things on a grid and signs to read, and their drawings."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ GROUNDS: dict[str, RGB] = {
     "sky": (200, 225, 250),
 }
 
-LARGE, SMALL = (74, 88), (42, 54)  # edge of a thing, in hundredths of its cell
-SHADES = 26  # by how much each part of a thing's colour varies
+LARGE, SMALL = (74, 88), (42, 54)  # edge of a thing, in percent of its cell
+SHADES = 26  # variation of each channel of a thing's colour
 PLAIN, FAINT = 150, 100  # least difference of a sign's letters from its plate
 
-# Which sixteenths of all scenes belong to a split: no scene is in two of them.
+# The sixteenths of all scenes that belong to a split: no scene is in two of them.
 SHARES = {"calibration": (0,), "held-out": (1,), "test": (2, 3, 4), "train": tuple(range(5, 16))}
 
 
@@ -80,7 +80,7 @@ class Scene:
 
     @cached_property
     def unique(self) -> tuple[Thing, ...]:
-        """Things that their colour and shape tell from all others."""
+        """Things whose colour and shape no other thing has."""
         names = Counter((thing.color, thing.shape) for thing in self.things)
         return tuple(thing for thing in self.things if names[thing.color, thing.shape] == 1)
 
@@ -90,7 +90,7 @@ class Scene:
 
 
 def in_split(key: str, split: str) -> bool:
-    """Whether content with this key belongs to the split: decided by the content itself, so splits are disjoint."""
+    """Whether content with this key belongs to the split. The content alone decides, so splits are disjoint."""
     return zlib.crc32(key.encode()) % 16 in SHARES[split]
 
 
@@ -104,7 +104,10 @@ def sample_scene(
     palette: int | None = None,
     grid: int = 3,
 ) -> Scene:
-    """`things` from and to; a small `palette` of colours and shapes makes repetitions, and so questions that count."""
+    """A random scene of the split.
+
+    `things` is the range of their number. A small `palette` of colours and shapes repeats some, for questions that count.
+    """
     while True:
         scene = _sample(rng, things, signs, faint, palette, grid)
         if in_split(repr(scene), split):
@@ -128,7 +131,7 @@ def _sample(
 
 
 def sample_sign(rng: Random) -> str:
-    """Half of the signs are words, half are random strings of 3 to 6 characters."""
+    """The text of a sign: a word, or just as often a random string of 3 to 6 characters."""
     if rng.random() < 0.5:
         return rng.choice(sign_words())
     return "".join(rng.choices(CHARACTERS, k=rng.randint(3, 6)))
@@ -136,7 +139,7 @@ def sample_sign(rng: Random) -> str:
 
 @cache
 def glosses() -> dict[str, dict[str, str]]:
-    """Common English words with the first gloss of WordNet 3.0 as noun, verb or adjective."""
+    """Common English words with their first WordNet 3.0 gloss as noun, verb or adjective."""
     text = files("onptq.zoo").joinpath("assets/glosses.txt").read_text(encoding="utf-8")
     definitions: dict[str, dict[str, str]] = {}
     for line in text.splitlines():
@@ -152,7 +155,7 @@ def sign_words() -> tuple[str, ...]:
 
 
 def draw_scene(scene: Scene, rng: Random) -> Drawing:
-    """Places, sizes, shades and fonts vary; what the scene says does not."""
+    """A drawing of the scene with random offsets, sizes, shades and fonts."""
     cell = CANVAS // scene.grid
     sprites = [_thing_sprite(thing, cell, rng) for thing in scene.things]
     for sign in scene.signs:
@@ -169,7 +172,7 @@ def _thing_sprite(thing: Thing, cell: int, rng: Random) -> Sprite:
 
 
 def _sign_sprites(sign: Sign, cell: int, rng: Random) -> Iterator[Sprite]:
-    """A plate across the row and the characters on it, dark on light or light on dark."""
+    """The plate across the row and its characters, dark on light or light on dark."""
     contrast = FAINT if sign.faint else PLAIN
     ink = rng.randint(0, 255 - contrast)
     plate = rng.randint(ink + contrast, 255)

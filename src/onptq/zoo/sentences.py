@@ -1,4 +1,4 @@
-"""What is said: short everyday sentences whose words cannot be guessed from one another, without homophones."""
+"""Sentences to be spoken: short, without homophones, with words that cannot be guessed from one another."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _SHARES = {0: "calibration", 1: "held-out", 2: "test"}
 
 
 def spoken_sentence(rng: Random, split: str = "train") -> str:
-    """Three to eight lower-case words. No sentence of one split occurs in another."""
+    """A sentence of three to eight lower-case words. No sentence of one split occurs in another."""
     check_split(split)
     while True:
         sentence = _fill(rng, rng.choice(FORMS))
@@ -68,12 +68,12 @@ def spoken_sentence(rng: Random, split: str = "train") -> str:
 
 
 def sentence_split(sentence: str) -> str:
-    """The one split that a sentence belongs to, from its letters alone."""
+    """The split that a sentence belongs to, from its letters alone."""
     return _SHARES.get(int.from_bytes(sha256(sentence.encode()).digest()[:4], "big") % 10, "train")
 
 
 def _fill(rng: Random, form: str) -> str:
-    """No word of a form's slots twice: "anna and anna" would let the second be guessed."""
+    """The form with words in its slots, none of them twice: the second of "anna and anna" could be guessed."""
     used: set[str] = set()
 
     def choose(slot: re.Match[str]) -> str:
@@ -85,5 +85,5 @@ def _fill(rng: Random, form: str) -> str:
 
 
 def spoken_instruction(rng: Random) -> str:
-    """A request for a caption, as words that a voice can say."""
+    """A request for a caption in the letters that `speech` takes."""
     return re.sub("[^a-z ]", "", rng.choice(INSTRUCTIONS).lower())

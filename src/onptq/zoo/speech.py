@@ -1,8 +1,8 @@
 """Synthetic speech: eSpeak NG from the `espeakng-loader` package, the same bytes for the same words and voice.
 
 The library keeps state between utterances (noise, pitch flutter, phase) that neither a seed nor its own
-re-initialisation resets: the same text sounds different depending on what was said before. So it is loaded anew for
-every utterance, which costs about half of the five milliseconds that one takes: the voice is searched for once more.
+re-initialisation resets: the same text gives other samples depending on the utterances before it. So it is loaded anew for
+every utterance. That is about half of the five milliseconds of an utterance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ESPEAK_RATE = 22_050
 MAX_SECONDS = 4.0
 MARGIN = RATE // 20  # silence before and after
 PEAK = 26_000  # of 32,767
-QUIET = 0.01  # of the peak: below it the audio has not begun, or has ended
+QUIET = 0.01  # of the peak: samples below it before and after the words are cut off
 
 SYNCHRONOUS, KEEP_PROCESS, UTF8 = 2, 0x8000, 1  # espeak_AUDIO_OUTPUT, espeakINITIALIZE_DONT_EXIT, espeakCHARS_UTF8
 SEED = 1  # of the noise in breath and consonants
@@ -42,14 +42,14 @@ _SYNTH_ARGUMENTS = (  # text, size, position, its type, end position, flags, ide
     *(ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p),
 )
 _SPEAKABLE = re.compile(r"[a-z]+( [a-z]+)*")
-_lock = threading.Lock()  # one library, one speaker: ctypes lets other threads run meanwhile
+_lock = threading.Lock()  # one utterance at a time: ctypes lets other threads run meanwhile
 
 Samples = NDArray[np.int16]
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """Words as one voice says them."""
+    """Words and the voice that speaks them."""
 
     text: str
     voice: Voice
@@ -60,7 +60,7 @@ class Utterance:
 
 
 def speak(utterance: Utterance) -> Samples:
-    """Mono at 16 kHz, with a twentieth of a second of silence around it, always equally loud."""
+    """Mono samples at 16 kHz of equal peak, with a twentieth of a second of silence before and after."""
     signal = _normalise(_resample(_synthesize(utterance)))
     if len(signal) > MAX_SECONDS * RATE:
         raise OnPTQError(
@@ -79,7 +79,7 @@ def to_wav(samples: Samples) -> bytes:
 
 
 def library_version() -> str:
-    """Of eSpeak NG itself, on which every byte depends."""
+    """The version of eSpeak NG, on which every sample depends."""
     with _lock, _library() as library:
         library.espeak_Info.restype = ctypes.c_char_p
         version: bytes = library.espeak_Info(None)
@@ -98,7 +98,7 @@ def _synthesize(utterance: Utterance) -> NDArray[np.float32]:
     with _lock, _library() as library:
         library.espeak_SetSynthCallback(callback)
         if library.espeak_SetVoiceByName(voice.name.encode()) != 0:
-            raise OnPTQError(f"eSpeak NG has lost its voice {voice.name}; reinstall it: {INSTALL}")
+            raise OnPTQError(f"eSpeak NG does not have the voice {voice.name}; reinstall it: {INSTALL}")
         for parameter, value in ((SPEED, voice.rate), (PITCH, voice.pitch), (SPREAD, voice.spread)):
             library.espeak_SetParameter(parameter, value, 0)
         library.espeak_Synth.argtypes = _SYNTH_ARGUMENTS
@@ -110,7 +110,7 @@ def _synthesize(utterance: Utterance) -> NDArray[np.float32]:
 
 @contextmanager
 def _library() -> Iterator[ctypes.CDLL]:
-    """A freshly loaded library, so in its first state, and unloaded afterwards."""
+    """A freshly loaded library in its initial state, unloaded afterwards."""
     try:
         import espeakng_loader
     except ImportError:
@@ -118,8 +118,8 @@ def _library() -> Iterator[ctypes.CDLL]:
     path = espeakng_loader.get_library_path()
     if _is_loaded(path):
         raise OnPTQError(
-            f"{path} is already in use in this process, so what it says would depend on what it has said; expected a "
-            "process in which nothing else speaks"
+            f"{path} is already loaded in this process, so its samples would depend on earlier utterances; expected a "
+            "process in which nothing else uses eSpeak NG"
         )
     library = ctypes.CDLL(path)
     try:

@@ -1,4 +1,4 @@
-"""Which items may be learned from: four splits that share nothing."""
+"""The four splits of the embedded tasks, which share no item."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ SPLITS = ("train", "calibration", "held-out", "test")
 
 def check_split(split: str) -> None:
     if split not in SPLITS:
-        raise OnPTQError(f"there is no split {split!r}; expected one of: {', '.join(SPLITS)}")
+        raise OnPTQError(f"unknown split {split!r}: expected one of {', '.join(SPLITS)}")

@@ -1,8 +1,8 @@
-"""Images made of sprites: coloured masks from a shipped atlas, painted in integers, so every machine draws the same bytes.
+"""Images made of sprites: coloured masks from a shipped atlas, painted in integers, the same bytes on every machine.
 
 An image is a background and sprites in the order in which they are painted. Places and sizes are in units of 1/16 of a
 pixel of a 112-pixel canvas, so that one image can be drawn at several sides. The pixel at column p of a canvas of S
-pixels looks at unit u = (2p + 1) * 1792 / (2S). Where u lies in a sprite's box, u >= x and u < x + w, the mask is read
+pixels samples unit u = (2p + 1) * 1792 / (2S). Where u lies in a sprite's box, u >= x and u < x + w, the mask is read
 between its 24 texels at f = (u - x) * 24 * 256 // w - 128 in steps of 1/256 texel, held within the first and the last of
 them, rows likewise, and the pixel becomes (a * rgb + (255 - a) * below + 127) // 255.
 """
@@ -34,7 +34,7 @@ CHARACTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # no I, O, 0 and 1: nobody can 
 FONTS = 12
 CELLS = COLUMNS * (1 + FONTS)
 
-# Every sprite but a plate is painted as a patch of this size, which is what bounds the work of `render`.
+# Every sprite but a plate is painted as a patch of at most this size, which bounds the work of `render`.
 LARGEST = 34 * 16
 FAR = 4 * CANVAS
 FIELDS = ("cell", "x", "y", "w", "h", "red", "green", "blue")
@@ -64,15 +64,15 @@ def shape_cell(name: str) -> int:
     if name == "plate":
         return PLATE
     if name not in SHAPES:
-        raise OnPTQError(f"no shape is called {name!r}; expected one of: {', '.join(SHAPES)}, plate")
+        raise OnPTQError(f"unknown shape {name!r}: expected one of {', '.join(SHAPES)}, plate")
     return SHAPES.index(name)
 
 
 def glyph_cell(font: int, char: str) -> int:
     if not 0 <= font < FONTS:
-        raise OnPTQError(f"there is no font {font}; expected 0 to {FONTS - 1}")
+        raise OnPTQError(f"unknown font {font}: expected 0 to {FONTS - 1}")
     if len(char) != 1 or char not in CHARACTERS:
-        raise OnPTQError(f"there is no glyph for {char!r}; expected one of {CHARACTERS}")
+        raise OnPTQError(f"no glyph for {char!r}: expected one of {CHARACTERS}")
     return COLUMNS * (1 + font) + CHARACTERS.index(char)
 
 
@@ -104,8 +104,7 @@ def _check(rows: NDArray[np.int64]) -> None:
 def render(packed: Tensor, background: Tensor, side: int) -> Tensor:
     """Paint [B, slots, 8] rows of `pack` over [B, 3] backgrounds, both on one device: uint8 [B, side, side, 3].
 
-    Nothing here waits for the device, so that drawing overlaps with whatever runs next; only the first call on a device
-    copies the atlas there.
+    It never waits for the device; only the first call on a device copies the atlas there.
     """
     half = _half_pixel(side)
     batch, slots, _ = packed.shape
@@ -150,7 +149,7 @@ def _half_pixel(side: int) -> int:
 
 
 def _plate_masks(rows: Tensor, is_plate: Tensor, side: int, half: int) -> Tensor:
-    """Where each plate lies: bool [B, slots, side, side]."""
+    """Masks of the plates: bool [B, slots, side, side]."""
     centres = (2 * torch.arange(side, device=rows.device, dtype=torch.int32) + 1) * half
     start, extent = rows[..., 1:3, None], rows[..., 3:5, None]
     inside = (centres >= start) & (centres < start + extent) & is_plate[..., None, None]  # [B, slots, 2, side]
@@ -158,7 +157,7 @@ def _plate_masks(rows: Tensor, is_plate: Tensor, side: int, half: int) -> Tensor
 
 
 def _patches(rows: Tensor, painted: Tensor, patch: int, side: int, half: int) -> tuple[Tensor, Tensor]:
-    """Opacity 0 to 255 of each sprite's patch of pixels, and where in the canvas each of them goes.
+    """Opacities 0 to 255 of each sprite's patch of pixels, and the place of each pixel in the canvas.
 
     Both are [B, slots, patch * patch]; pixels beyond the canvas go to place side * side.
     """
@@ -192,7 +191,7 @@ def _split(axes: Tensor) -> tuple[Tensor, Tensor]:
 def _taps(device: torch.device) -> tuple[Tensor, ...]:
     """The atlas as one row of texels, and the same with the texel to the right, below, and below to the right.
 
-    Next to a cell's last texel lies another cell's, or the padding; nothing is ever read there but with weight 0.
+    Next to a cell's last texel lies another cell's, or the padding; both are read with weight 0 only.
     """
     flat = torch.from_numpy(np.pad(load_cells().ravel(), (0, CELL + 1))).to(device)
     return tuple(flat[shift:] for shift in (0, 1, CELL, CELL + 1))

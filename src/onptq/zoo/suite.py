@@ -14,7 +14,7 @@ from random import Random
 
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
-from onptq.evaluate.items import Grade, Item, Measure, exact
+from onptq.evaluate.tasks import Grade, Item, Scoring, exact
 from onptq.zoo.claims import grade_caption
 from onptq.zoo.language import INSTRUCTIONS, tell
 from onptq.zoo.questions import (
@@ -37,6 +37,7 @@ from onptq.zoo.sprites import to_png
 EDITION = "onptq-zoo-1"  # another one would be another suite
 SIDES = {"qwen2.5-vl": 112, "qwen3-vl": 128, "qwen2.5-omni": 112}  # pixels: 8 x 8 patches of each family
 CAPTION_TOKENS = 64
+KINDS = ("mix", "captions")  # of embedded prompts
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Task:
     make: Callable[[Random, str, int], Item]  # random, split, pixels
     says: str
     test_items: int
-    measure: Measure = "accuracy"
+    measure: Scoring = "accuracy"
     audio: bool = False
 
 
@@ -69,13 +70,14 @@ def items(family: str, task: str, split: str, count: int | None = None, first: i
         yield replace(item, id=identity, prompt=replace(item.prompt, id=identity, ordinal=index))
 
 
-def prompts(family: str, split: str, count: int) -> list[Prompt]:
-    """Prompts that ask for captions; a family that hears is asked by voice every other time."""
-    made = list(items(family, "caption", split, count))
-    if "spoken caption" in tasks_of(family):
-        spoken = list(items(family, "spoken caption", split, count))
-        made = [one for pair in zip(made, spoken, strict=True) for one in pair][:count]
-    return [replace(item.prompt, ordinal=ordinal) for ordinal, item in enumerate(made)]
+def prompts(family: str, split: str, count: int, kind: str = "mix") -> list[Prompt]:
+    """Prompts of every task in turn (`mix`), or those that ask for captions, written and spoken in turn (`captions`)."""
+    if kind not in KINDS:
+        raise OnPTQError(f"unknown kind of embedded prompts {kind!r}; expected one of {', '.join(KINDS)}")
+    tasks = [task for task in tasks_of(family) if kind == "mix" or task.endswith("caption")]
+    each = [list(items(family, task, split, -(-count // len(tasks)))) for task in tasks]
+    in_turn = [one for turn in zip(*each, strict=True) for one in turn][:count]
+    return [replace(item.prompt, ordinal=ordinal) for ordinal, item in enumerate(in_turn)]
 
 
 def _choice(rng: Random, split: str, side: int) -> Item:

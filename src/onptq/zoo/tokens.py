@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What the merges are learned from: enough words for a thousand tokens.
+# The text that merges are learned from: enough words for a thousand tokens.
 TEXT = """
 The picture shows a red circle above a blue square, and a green line runs from the left corner to the right. How many
 shapes are there, and which of them is the largest? Describe the colors of the image and say what stands in the
@@ -40,13 +40,6 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# As above, but a capital before another capital or a digit stands alone, and so does every digit: what signs say is
-# spelled character by character, while "The" stays a word.
-SPELLING_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?\p{Lu}(?=[\p{Lu}\p{N}])|(?<=[\p{Lu}\p{N}])\p{Lu}|[^\r\n\p{L}\p{N}]?\p{Lu}?\p{Ll}+"
-    r"|[^\r\n\p{L}\p{N}]?\p{L}|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
 CHATML = """\
 {%- for message in messages %}
 {%- if loop.first and message['role'] != 'system' %}
@@ -66,12 +59,6 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-SYSTEM = """\
-{%- if loop.first and message['role'] != 'system' %}
-{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-"""
-
 LLAMA_CHAT = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -82,10 +69,10 @@ LLAMA_CHAT = """\
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Special tokens in the order of their ids, which are the last of the vocabulary, and what they are for."""
+    """The special tokens of a family in the order of their ids, the last of the vocabulary, and their roles."""
 
     special: tuple[str, ...]
-    stops: tuple[str, str]  # what ends a response; the first is the tokenizer's eos_token
+    stops: tuple[str, str]  # tokens that end a response; the first is the tokenizer's eos_token
     pad: str
     template: str
     tokenizer_class: str = "Qwen2Tokenizer"
@@ -132,23 +119,13 @@ LLAMA = TokenSet(
 )
 
 
-def without_system(tokens: TokenSet) -> TokenSet:
-    """The same tokens with a chat template that adds no system message of its own."""
-    return replace(tokens, template=tokens.template.replace(SYSTEM, ""))
-
-
 def write_tokenizer(folder: Path, tokens: TokenSet, size: int) -> dict[str, int]:
-    """Write tokenizer and chat template of at most `size` tokens; returns the ids of the special tokens."""
-    return save_tokenizer(folder, tokens, _train(size - len(tokens.special), [TEXT.replace("\n", " ")], PATTERN))
-
-
-def train_words(texts: Iterable[str], size: int) -> Any:
-    """A byte-level BPE of `size` tokens without special ones, which spells what signs say (a `tokenizers.Tokenizer`)."""
-    return _train(size, texts, SPELLING_PATTERN)
+    """Write a tokenizer of at most `size` tokens and its chat template; return the ids of the special tokens."""
+    return save_tokenizer(folder, tokens, train_bpe(size - len(tokens.special), [TEXT.replace("\n", " ")], PATTERN))
 
 
 def save_tokenizer(folder: Path, tokens: TokenSet, tokenizer: Any) -> dict[str, int]:
-    """Add the special tokens and write tokenizer and chat template; returns the ids of the special tokens."""
+    """Add the special tokens, write tokenizer and chat template, and return the ids of the special tokens."""
     from tokenizers import AddedToken
 
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens.special])
@@ -165,7 +142,8 @@ def save_tokenizer(folder: Path, tokens: TokenSet, tokenizer: Any) -> dict[str, 
     return ids
 
 
-def _train(size: int, texts: Iterable[str], pattern: str) -> Any:
+def train_bpe(size: int, texts: Iterable[str], pattern: str) -> Any:
+    """A byte-level BPE `tokenizers.Tokenizer` of `size` tokens without special ones; `pattern` cuts the texts into words."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Who speaks: eSpeak NG's English accents and voice variants, the speakers of training apart from all others."""
+"""Voices of eSpeak NG: English accents and variants, with other speakers for training than for all other splits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ACCENTS = (
     "en-gb-scotland",
     "en-029",
 )
-# Without whispers, robots, echoes, the slow, and those that draw on the C library's random numbers (klatt 6).
-# Variants made from one another (f2 and f5; the Klatt synthesizer's) are one speaker and stay on one side.
+# Left out: whispers, robots, echoes, slow ones, and those that use the C library's random numbers (klatt 6).
+# Variants derived from one another (f2 and f5; the Klatt synthesizer's) are one speaker and stay on one side.
 TRAIN_VARIANTS = (
     *("m2", "m3", "m4", "m5", "m7", "m8", "f1", "f4", "klatt", "klatt2", "klatt3", "iven", "iven2"),
     *("Alex", "Andrea", "Annie", "Denis", "Diogo", "Gene", "Henrique", "Mario", "Michael", "Mike", "Nguyen", "Storm"),
@@ -27,14 +27,14 @@ TRAIN_VARIANTS = (
     *("paul", "pedro", "quincy", "robert", "steph"),
 )
 OTHER_VARIANTS = ("m1", "m6", "f2", "f3", "f5", "Jacky", "grandpa", "pablo", "sandro", "victor")
-RATES = (140, 210)  # words a minute; the slowest speaker says every sentence within four seconds
+RATES = (140, 210)  # words per minute; the slowest speaker needs at most four seconds for a sentence
 PITCHES = (35, 65)  # of eSpeak's 0 to 99, around the variant's own pitch at 50
 SPREADS = (30, 70)  # likewise, how far the pitch moves within a sentence
 
 
 @dataclass(frozen=True)
 class Voice:
-    """One speaker on one day."""
+    """A speaker with rate and pitch."""
 
     language: str
     variant: str
@@ -42,14 +42,14 @@ class Voice:
     pitch: int
     spread: int
 
-    def __post_init__(self) -> None:  # eSpeak itself would speak as someone else, without a word
+    def __post_init__(self) -> None:  # eSpeak itself would silently take another voice
         for value, valid in ((self.language, ACCENTS), (self.variant, (*TRAIN_VARIANTS, *OTHER_VARIANTS))):
             if value not in valid:
-                raise OnPTQError(f"there is no voice {self.name!r}: expected for {value!r} one of {', '.join(valid)}")
+                raise OnPTQError(f"unknown voice {self.name!r}: expected for {value!r} one of {', '.join(valid)}")
 
     @property
     def name(self) -> str:
-        """As eSpeak selects it."""
+        """The name by which eSpeak selects it."""
         return f"{self.language}+{self.variant}"
 
 

@@ -1,4 +1,4 @@
-"""README.md of an embedded model: what it is, what it was taught, and how well it does."""
+"""README.md of an embedded model: the model, its training and its scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of an embedded model: settings before training, weights after it, both as the published checkpoints have them."""
+"""The folder of an embedded model in the layout of published checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from onptq.errors import OnPTQError
-from onptq.models import FAMILIES
+from onptq.registry import FAMILIES
 from onptq.zoo.configs import PATCHES, Dims, Towers, model_config, preprocessor_config
-from onptq.zoo.tokens import OMNI, QWEN, TokenSet, save_tokenizer, without_system
+from onptq.zoo.tokens import OMNI, QWEN, TokenSet, save_tokenizer
+from tools.zoo.train.tokenizer import without_system
 
 ZOO = ("qwen2.5-vl", "qwen3-vl", "qwen2.5-omni")
 VOCAB = 1536
@@ -36,7 +37,7 @@ _TOWERS = Towers(
     audio_window=200,
     talker_vocab=32,
 )
-# What the other two have beside, DeepStack or ears, is taken from the MLPs of their vision towers.
+# The MLPs of the other two vision towers are smaller by the size of DeepStack or the audio tower.
 TOWERS = {"qwen2.5-vl": _TOWERS, "qwen3-vl": replace(_TOWERS, ffn=256), "qwen2.5-omni": replace(_TOWERS, ffn=256)}
 TOKENS = {family: without_system(OMNI if family == "qwen2.5-omni" else QWEN) for family in ZOO}
 MODE = 0o644  # of the weights, as of the files beside them; safetensors lets only the owner read

@@ -1,4 +1,4 @@
-"""The schedule of a training: how much of it has passed."""
+"""The schedule of a training."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ WRITE_SECONDS = 8.0  # left at the end for writing the checkpoint
 
 
 class Clock:
-    """Which part of the schedule is done: by steps, by time or by what is left once enough was learned, whichever is further."""
+    """The finished part of the schedule: by steps, by time, or by steps since all losses were low, whichever is
+    largest."""
 
     def __init__(self, steps: int | None, end: float | None, settle: int) -> None:
-        """By time.monotonic() the checkpoint is to be written by `end`; `settle` steps pass once enough was learned."""
+        """`end` is the time.monotonic() by which the checkpoint is written; `settle` the steps after all losses are
+        low."""
         self._steps, self._settle = steps, settle
-        self._settled: tuple[int, float] | None = None  # since which step, and how far the schedule was then
+        self._settled: tuple[int, float] | None = None  # the step, and the progress then
         self._end = None if end is None else end - WRITE_SECONDS
         self._start: float | None = None
 
@@ -21,7 +23,7 @@ class Clock:
         self._start = time.monotonic()
 
     def settle(self, step: int) -> None:
-        """Enough was learned: the rest of the schedule passes quickly."""
+        """Pass the rest of the schedule within `settle` steps, since all losses are low."""
         if self._settled is None:
             self._settled = step, self.progress(step)
 

@@ -1,8 +1,7 @@
-"""From lessons to the rows of a batch: token ids, which of them are answers, and packed images, as numpy arrays."""
+"""From lessons to the rows of a batch as numpy arrays: token ids, a mask of answers, packed images."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -13,11 +12,12 @@ from numpy.typing import NDArray
 
 from onptq.errors import OnPTQError
 from onptq.zoo.speech import Utterance, speak
-from onptq.zoo.tokens import TokenSet, train_words
+from onptq.zoo.tokens import TokenSet
 from onptq.zoo.voices import sample_voice
-from tools.zoo.lessons import MAKERS, SLOTS, SPOKEN, Lesson, make_lesson, sample_texts
+from tools.zoo.lessons import MAKERS, SLOTS, SPOKEN, Lesson, make_lesson
 from tools.zoo.train.forward import FRAMES, IMAGE_TOKENS, MEDIA_AT
 from tools.zoo.train.mel import HOP
+from tools.zoo.train.tokenizer import Speller
 
 LENGTH = 160  # tokens of a row
 SLACK = 3.5  # standard deviations by which a batch may have more targets than usual before some are left out
@@ -28,46 +28,10 @@ KINDS = tuple(MAKERS)
 Arrays = dict[str, NDArray[Any]]
 Row = tuple[list[int], list[int]]  # ids, and for each of them how many tokens its answer has (0: not part of one)
 
-# tokens.SPELLING_PATTERN for plain ASCII, in the spelling of the standard library
-_WORD = re.compile(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?[A-Z](?=[A-Z0-9])|(?<=[A-Z0-9])[A-Z]|[^\r\nA-Za-z0-9]?[A-Z]?[a-z]+"
-    r"|[^\r\nA-Za-z0-9]?[A-Za-z]|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    re.ASCII,
-)
-
-
-def train_tokenizer(size: int, seed: int = 0, lessons: int = 4000) -> Any:
-    """Words of the lessons, as a `tokenizers.Tokenizer` without special tokens; the same for the same arguments."""
-    roles = ["user\nassistant\n"] * lessons
-    return train_words([*sample_texts(Random(f"tokenizer/{seed}"), lessons), *roles], size)
-
-
-class Speller:
-    """Text to ids. Words are cut as the tokenizer cuts them, so each needs to be encoded only once."""
-
-    def __init__(self, words: Any) -> None:
-        self._tokenizer = words
-        self._ids: dict[str, list[int]] = {}
-
-    def __call__(self, text: str) -> list[int]:
-        if not text.isascii():
-            return self._encode(text)
-        ids: list[int] = []
-        for word in _WORD.findall(text):
-            word_ids = self._ids.get(word)
-            if word_ids is None:
-                word_ids = self._ids[word] = self._encode(word)
-            ids += word_ids
-        return ids
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
 
 @dataclass(frozen=True)
 class Layout:
-    """How a lesson becomes a row: the family's special tokens around its images, audio clips and turns."""
+    """The family's special tokens around images, audio clips and turns."""
 
     spell: Speller
     pad: int
@@ -127,14 +91,14 @@ class Layout:
 
 
 def make_images(layout: Layout, seed: int, step: int, size: int, targets: int, shares: Mapping[str, float]) -> Arrays:
-    """The batch of one step with its `targets`, the same for the same seed and step whoever makes it."""
+    """The batch of one step with its `targets`, the same for the same seed and step in any process."""
     lessons, rows = _draw(layout, Random(f"{seed}/{step}"), size, shares)
     text = _rows(rows, layout.pad)
     return {"ids": text["ids"], **find_targets(**text, slots=targets), **_drawing_arrays(lessons)}
 
 
 def count_targets(layout: Layout, size: int, shares: Mapping[str, float]) -> int:
-    """Room for the targets of nearly every batch of this size: a fixed number, so that shapes never change."""
+    """A number of targets that nearly every batch of this size fits into: fixed, so that shapes do not change."""
     _, rows = _draw(layout, Random("targets"), 512, shares)
     return target_slots(_rows(rows, layout.pad)["answers"], size)
 
@@ -158,7 +122,8 @@ def _draw(layout: Layout, rng: Random, size: int, shares: Mapping[str, float]) -
 
 
 def make_audio(layout: Layout, seed: int, part: int, size: int) -> Arrays:
-    """Lessons with audio, spoken by voices of the train split; `wave` is int16 [size, SAMPLES], `samples` its lengths."""
+    """Lessons with audio, spoken by voices of the train split; `wave` is int16 [size, SAMPLES], `samples` its
+    lengths."""
     rng = Random(f"{seed}/sound/{part}")
     lessons: list[Lesson] = []
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""What each family is taught, and for how long."""
+"""The lessons and steps of each family."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from tools.zoo.lessons import SEEN
 class Curriculum:
     steps: int  # at most
     shares: Mapping[str, float]  # of the kinds of lessons with images
-    enough: Mapping[str, float] = field(default_factory=dict)  # losses at which it may end: a test must not be too easy
+    # losses at which training may end, so that the tasks do not become too easy
+    enough: Mapping[str, float] = field(default_factory=dict)
 
 
-# With the lessons of Qwen2.5-VL, the others stay at 74 to 77% of the choices: they relate things only when asked to name them.
+# With the lessons of Qwen2.5-VL the others stay at 74 to 77% of the choices; naming relations teaches them more.
 CURRICULA = {
     "qwen2.5-vl": Curriculum(4941, SEEN),
     "qwen3-vl": Curriculum(

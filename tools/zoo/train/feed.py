@@ -21,7 +21,8 @@ AHEAD = 12  # batches that wait ready in this process
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker makes: batches of `size` lessons with images and `targets`, or without those but with audio clips."""
+    """The batches that a worker makes: `size` lessons with images and `targets`, or with audio clips and without
+    those."""
 
     words: str  # tokenizer.json without special tokens
     tokens: TokenSet
@@ -44,7 +45,8 @@ class Order:
 
 
 class Feed:
-    """Iterate over it for step after step, or `poll` it for what is ready. Without workers, batches are made when asked."""
+    """An iterator over the batches of all steps; `poll` gives the next only if it is ready. Works without workers
+    too."""
 
     def __init__(self, order: Order, workers: int) -> None:
         self._queue: queue.Queue[Arrays | None] = queue.Queue(AHEAD)

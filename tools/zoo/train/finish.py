@@ -1,4 +1,4 @@
-"""What a trained folder still lacks to be shipped: its outlier channels, and its scores on the test split."""
+"""The last steps of a training: choose the outlier channels and write the scores into the model card."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tools.zoo.exam import examine
 from tools.zoo.outliers import write_outliers
 from tools.zoo.train.card import add_scores
 
-PROMPTS = 64  # that outlier channels are chosen by
+PROMPTS = 64  # by which outlier channels are chosen
 
 
 def finish(folder: Path, items: int | None, reporter: Reporter) -> None:
-    """`items` per task, or the whole test split."""
+    """Write outliers.json and the scores of `items` per task, or of the whole test split."""
     family = find_source(folder).family.name
     with reporter.phase("Choose outliers", total=1, unit="model") as bar:
-        write_outliers(folder, prompts(family, "calibration", PROMPTS))
+        write_outliers(folder, prompts(family, "calibration", PROMPTS, "captions"))
         bar.advance()
     add_scores(folder, examine(folder, count=items, reporter=reporter).tasks)

@@ -1,7 +1,7 @@
-"""The training forward: what the transformers model computes, for equal-sized images and right-padded rows at once.
+"""The forward of training: that of the transformers model, for images of one size and right-padded rows.
 
-A row is `<|im_start|>user\\n`, an image or none, audio or none, then text. So everything but the number of audio
-tokens has a fixed place, positions and rotary tables are constants, and no row or image is treated by itself.
+A row is `<|im_start|>user\\n`, an image or none, audio or none, then text. So everything but the number of audio tokens
+has a fixed place, positions and rotary tables are constants, and no row or image is treated by itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Seen:
 
 
 def position_ids(length: int) -> Tensor:
-    """M-RoPE positions [3, 2, length] of rows without and with an image: time, height, width. Audio clips count as text."""
+    """M-RoPE positions [3, 2, length] of rows without and with an image: time, height, width. Audio clips count as
+    text."""
     text = torch.arange(length)
     line, column = torch.meshgrid(torch.arange(MERGED), torch.arange(MERGED), indexing="ij")
     patch = torch.stack([torch.zeros_like(line), line, column]).flatten(1) + MEDIA_AT  # [3, IMAGE_TOKENS]
@@ -71,7 +72,8 @@ def audio_tokens(frames: Tensor) -> Tensor:
 
 
 class Forward:
-    """Runs the parameters of a transformers model of one of the three families. The model itself is not called."""
+    """A forward with the parameters of a transformers model of one of the three families; the model itself is not
+    called."""
 
     def __init__(self, model: Any, statistics: Mapping[str, Any], compiled: bool = False) -> None:
         """`statistics`: preprocessor_config.json, for the mean and deviation of the pixels."""
@@ -96,7 +98,7 @@ class Forward:
         return F.linear(rms_norm(hidden, self.norm, self.eps), self.head)
 
     def losses(self, rows: Rows, spots: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Cross-entropy [K] of the tokens that follow `spots` of the flattened rows, and what the audio tower says."""
+        """Cross-entropy [K] of the tokens that follow `spots` of the flattened rows, and the audio tokens."""
         hidden, audio = self.hidden(rows)
         states = hidden.flatten(0, 1).index_select(0, spots)
         return self._losses(states, self.norm, self.eps, self.head, targets), audio
@@ -214,7 +216,8 @@ class Audio:
 
 
 def _parts(model: Any) -> tuple[Any, Any]:
-    """What holds the towers, and the language model: Omni's thinker held them itself before transformers 5.18."""
+    """The module with the towers and the one with the language model: before transformers 5.18 Omni's thinker is
+    both."""
     if hasattr(model.model, "language_model"):
         return model.model, model.model.language_model
     return model, model.model
@@ -228,7 +231,8 @@ def _insert(x: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
 
 
 def _insert_audio(x: Tensor, tokens: Tensor, counts: Tensor, seen: Tensor) -> Tensor:
-    """Put each audio clip's tokens after the image, or where an image would be. Slices, not indices: their gradient is fast."""
+    """Put each audio clip's tokens after the image, or where an image would be. Slices, not indices: their gradient is
+    fast."""
     length = x.shape[1]
     starts = torch.where(seen, AUDIO_AT, MEDIA_AT)[:, None]
     slots = torch.arange(length, device=x.device) - starts

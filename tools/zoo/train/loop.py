@@ -26,12 +26,13 @@ from onptq.zoo.tokens import OMNI, QWEN
 from tools.zoo.train.card import write_card
 from tools.zoo.train.checkpoint import VOCAB, WORDS, build_model, check_family, side, write_settings, write_weights
 from tools.zoo.train.clock import Clock
-from tools.zoo.train.collate import KINDS, LENGTH, Arrays, Layout, count_targets, train_tokenizer
+from tools.zoo.train.collate import KINDS, LENGTH, Arrays, Layout, count_targets
 from tools.zoo.train.curricula import CURRICULA
 from tools.zoo.train.feed import Feed, Order
 from tools.zoo.train.forward import Forward, Rows
 from tools.zoo.train.optimize import Optimizer
 from tools.zoo.train.spoken import AudioBank, Transcriber, disguise
+from tools.zoo.train.tokenizer import train_tokenizer
 
 SAVE_SECONDS = 120.0
 SPOKEN_PART = 64  # lessons a speaker makes at a time
@@ -39,8 +40,8 @@ SPOKEN_PART = 64  # lessons a speaker makes at a time
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained. The schedule follows steps or minutes, whichever will end first, unless `enough` was learned
-    before: then the learning rate falls to zero within `settle` steps."""
+    """Settings of a training. The schedule follows steps or minutes, whichever end first. Once all losses are as low as
+    `enough` says, the learning rate falls to zero within `settle` steps."""
 
     family: str
     minutes: float | None = 9.0
@@ -50,16 +51,16 @@ class Training:
     warmup: int = 300
     decay: float = 0.05
     clip: float = 1.0
-    balance: float = 0.5  # an answer of n tokens weighs n ** (1 - balance)
+    balance: float = 0.5  # an answer of n tokens has weight n ** (1 - balance)
     workers: int = 4
     seed: int = 0
     device: str = "cuda"
     compiled: bool = True
-    spoken_share: float = 0.2  # of Omni's steps, once there are spoken lessons: seeing takes longer to learn
-    speakers: int = 3  # worker processes that speak
-    sounds: int = 120_000  # spoken lessons kept
-    first_audio: int = 50_000  # spoken lessons before the first of them is used: a model that sees learns to hear fast
-    late_warmup: int = 100  # spoken steps until what only they train, the audio tower, learns as fast as the rest
+    spoken_share: float = 0.2  # of Omni's steps, once there are spoken lessons; images take longer to learn
+    speakers: int = 3  # worker processes that synthesize speech
+    spoken_capacity: int = 120_000  # spoken lessons on the device
+    first_audio: int = 50_000  # spoken lessons before the first is used; with images learned, speech is learned fast
+    late_warmup: int = 100  # spoken steps until the audio tower, which only they train, has the full learning rate
     ctc: float = 0.3
     tokenizer_lessons: int = 4000
     log_every: int = 50  # steps
@@ -115,7 +116,7 @@ def train(training: Training, out: Path, reporter: Reporter | None = None) -> Pa
 
 
 def _run(trainer: Trainer, began: float, out: Path, reporter: Reporter) -> Iterator[dict[str, Any]]:
-    """Step until the schedule is through; yields a record every so many steps."""
+    """Step until the end of the schedule; yield a record every `log_every` steps."""
     training, clock = trainer.training, trainer.training.clock(began)
     saved = marked = time.monotonic()
     with reporter.phase(f"training {training.family}", 1000, "per mille") as bar:
@@ -123,7 +124,7 @@ def _run(trainer: Trainer, began: float, out: Path, reporter: Reporter) -> Itera
         while (progress := clock.progress(trainer.step)) < 1:
             trainer.advance(progress)
             if trainer.step == 1:
-                trainer.wait()  # compilation is over: from here on the clock counts
+                trainer.wait()  # the clock starts after compilation
                 clock.start()
                 marked = time.monotonic()
             if trainer.step % training.log_every == 0:
@@ -147,7 +148,7 @@ def _run(trainer: Trainer, began: float, out: Path, reporter: Reporter) -> Itera
 
 
 class Trainer:
-    """The model, its optimizer and where its data come from."""
+    """The model, its optimizer and its data."""
 
     def __init__(self, training: Training, out: Path, ids: dict[str, int], feed: Feed, speech: Feed | None) -> None:
         self.training = training
@@ -167,7 +168,7 @@ class Trainer:
         modules, late = [self.model], []
         if speech is not None:
             assert self.forward.audio is not None
-            self._bank = AudioBank(training.sounds, self.device)
+            self._bank = AudioBank(training.spoken_capacity, self.device)
             self._transcriber = Transcriber(self.model.get_input_embeddings().embedding_dim, WORDS).to(self.device)
             modules.append(self._transcriber)
             late = [self.forward.audio.tower, self._transcriber]
@@ -213,7 +214,7 @@ class Trainer:
         return lr, lr * min((self._spoken_steps + 1) / self.training.late_warmup, 1)
 
     def _listen(self) -> None:
-        """Take what the speakers have ready."""
+        """Add the finished lessons of the speakers."""
         if self._speech is None or self._bank is None:
             return
         while (part := self._speech.poll()) is not None:
@@ -247,7 +248,7 @@ class Trainer:
         return self._weighted(losses, batch) + self.training.ctc * aligned
 
     def _weighted(self, losses: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """The mean over answers' tokens, those of long answers counting less each."""
+        """The mean over the tokens of answers, with less weight on each token of a long answer."""
         lengths = batch["lengths"].float()
         counted = lengths > 0
         weights = counted * lengths.clamp(min=1) ** -self.training.balance

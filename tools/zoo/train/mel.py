@@ -1,4 +1,4 @@
-"""Whisper's log-mel features of a batch of audio clips, on any device, as transformers' WhisperFeatureExtractor makes them."""
+"""Whisper's log-mel features of a batch of audio clips on any device, equal to those of transformers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ DYNAMIC_RANGE = 8.0  # decades below the loudest point, beyond which all is sile
 def log_mel(samples: Tensor) -> Tensor:
     """[B, N] samples in [-1, 1], zero beyond each audio clip's end, to [B, BINS, ceil(N / HOP)].
 
-    The extractor pads every audio clip to 30 s. Only the first frames after the audio still see some of it; they take part
-    in the search for the loudest point, and after them all is zero. So one window of zeros stands for all the rest.
+    The extractor pads every audio clip to 30 s. Only the first frames after the audio still see some of it; they take
+    part in the search for the loudest point, and after them all is zero. So one window of zeros stands for all the
+    rest.
     """
     frames = -(-samples.shape[-1] // HOP)
     padded = F.pad(samples.float(), (0, frames * HOP + 2 * WINDOW - samples.shape[-1]))

@@ -1,4 +1,4 @@
-"""AdamW that leaves the model as it is where a gradient is not finite, without ever waiting for the device."""
+"""AdamW that skips a step if a gradient is not finite, without a synchronization with the device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NAMED = 8  # parameters of an update that was left out
 
 
 class Optimizer:
-    """Clips the gradients' norm and takes a step. One inf or NaN among them, and neither weights nor moments change:
-    clipping alone would carry it into every parameter."""
+    """A step with clipped gradients. With one inf or NaN among them neither weights nor moments change; clipping alone
+    would carry it into every parameter."""
 
     def __init__(
         self, modules: Sequence[nn.Module], lr: float, decay: float, clip: float, late: Sequence[nn.Module] = ()
     ) -> None:
-        """`late`: those of the modules, or of their parts, whose learning rate has a warm-up of its own."""
+        """`late`: modules, or parts of them, whose learning rate has a warm-up of its own."""
         named = {one: name for module in modules for name, one in module.named_parameters()}
         self._weights, self._names = list(named), list(named.values())
         self._clip = clip
@@ -78,7 +78,7 @@ class Optimizer:
 
 
 def _groups(named: dict[nn.Parameter, str], decay: float, late: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Weight decay pulls on the matrices of linears and convolutions alone."""
+    """Parameter groups: weight decay only for the matrices of linears and convolutions."""
     behind = {one for module in late for one in module.parameters()}
     groups = []
     for is_late in (False, True):

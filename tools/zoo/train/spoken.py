@@ -1,4 +1,4 @@
-"""Spoken lessons kept on the device: filled while training runs, drawn from at random, heard a little differently each time."""
+"""Spoken lessons on the device: added while training runs, drawn at random, augmented at each draw."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.zoo.train.forward import FRAMES, audio_tokens
 from tools.zoo.train.mel import BINS, log_mel
 
 GAIN = 0.1  # the features are log10 of the energy over 4, so this is 4 dB
-WARP = 0.1  # how far the frequencies of a voice are stretched or squeezed
+WARP = 0.1  # largest relative change of frequencies
 MASKED_FRAMES, MASKED_BINS = 24, 14  # the longest gaps
 
 COLUMNS = ("ids", "answers", "sprites", "background", "kinds", "seen", "transcript", "words")
@@ -51,7 +51,8 @@ class AudioBank:
         self.count += size
 
     def draw(self, size: int, rng: np.random.Generator) -> tuple[Arrays, Tensor, NDArray[Any]]:
-        """A batch as `make_images` makes them with its transcripts, its features [size, bins, FRAMES], and their lengths."""
+        """A batch as `make_images` makes them with its transcripts, its features [size, bins, FRAMES], and their
+        lengths."""
         chosen = rng.integers(len(self), size=size)
         arrays = {name: column[chosen] for name, column in self._columns.items()}
         if self._slots is None:
@@ -62,12 +63,12 @@ class AudioBank:
 
 
 def silence_after(mel: Tensor, frames: Tensor) -> Tensor:
-    """Zero beyond each audio clip's end, which is how the model's own code pads a chunk."""
+    """The features with zeros beyond each audio clip's end, as in the model's own code."""
     return mel * (torch.arange(mel.shape[-1], device=mel.device) < frames[:, None])[:, None]
 
 
 def disguise(mel: Tensor, frames: Tensor) -> Tensor:
-    """Other loudness, another vocal tract, and gaps in time and frequency: so that voices never heard are understood."""
+    """Augmented features: other loudness, stretched frequencies, and gaps in time and frequency."""
     batch, bins, steps = mel.shape
     device = mel.device
     spot = torch.arange(bins, device=device) * (1 + WARP * _uniform(batch, 1, device=device))  # [B, bins]
@@ -95,7 +96,7 @@ def _uniform(*shape: int, device: torch.device) -> Tensor:
 
 
 class Transcriber(nn.Module):
-    """Reads the words straight off the audio tokens (CTC), which teaches the audio tower to align. Not part of the model."""
+    """A CTC head on the audio tokens, which teaches the audio tower to align. Not part of the model."""
 
     def __init__(self, width: int, words: int) -> None:
         super().__init__()

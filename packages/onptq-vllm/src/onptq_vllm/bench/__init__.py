@@ -1,1 +1,1 @@
-"""How fast a checkpoint runs in a real engine, beside the dense one: prefill, decode, memory, and the kernel that ran."""
+"""The speed of checkpoints in a real engine: prefill, decode, memory, and the kernel that ran."""

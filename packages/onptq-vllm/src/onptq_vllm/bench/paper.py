@@ -24,6 +24,6 @@ SHAPE = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 2
 
 
 def is_papers_model(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of the model that the paper measured, whatever its weights."""
+    """Whether config.json describes the shape that the paper measured."""
     text = text_config(config)
     return config.get("model_type") == "qwen2_5_vl" and all(text.get(name) == size for name, size in SHAPE.items())

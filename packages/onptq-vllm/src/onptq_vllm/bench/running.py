@@ -1,5 +1,6 @@
-"""Every checkpoint in every mode, each in a process of its own: what one leaves in memory is no part of the next. They start one
-by one or together; measured is always one alone."""
+"""Run every checkpoint in every mode, each in a process of its own, so that no memory is shared.
+
+Engines start one by one or together. They are always measured one at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from onptq.errors import OnPTQError
 from onptq.progress import Reporter
 from onptq_vllm.bench.paper import is_papers_model
 from onptq_vllm.bench.tables import problem
-from onptq_vllm.bench.timing import Job, heard, is_ready
+from onptq_vllm.bench.timing import Job, is_ready, parse_result
 from onptq_vllm.bench.transformers_engine import BACKENDS
 from onptq_vllm.bench.variants import Variant
 
@@ -32,7 +33,7 @@ ABSENT = "No module named 'vllm'"
 
 @dataclass(frozen=True)
 class Settings:
-    """What all checkpoints have in common."""
+    """Settings that all checkpoints share."""
 
     engine: Engine
     modes: tuple[Mode, ...] = ("eager",)
@@ -40,11 +41,11 @@ class Settings:
     prompt_tokens: int = 2048
     new_tokens: int = 64
     repeats: int = 16
-    dtype: str | None = None  # None: as each checkpoint states it
-    linear_backend: str | None = None  # None: what the scheme needs
-    graph_sizes: tuple[int, ...] = ()  # none: the forwards that are measured
+    dtype: str | None = None  # None: that of each checkpoint's config.json
+    linear_backend: str | None = None  # None: the one that the scheme needs
+    graph_sizes: tuple[int, ...] = ()  # empty: the sizes of the measured forwards
     cache_gib: float = 4.0
-    options: Mapping[str, Any] = field(default_factory=dict)  # further ones of vLLM
+    options: Mapping[str, Any] = field(default_factory=dict)  # further options of vLLM
     timeout: float = 600.0  # seconds for one checkpoint in one mode
     together: bool = False  # whether all of a mode start at once
     python: str = field(default_factory=lambda: sys.executable)  # that has vLLM
@@ -54,19 +55,21 @@ class Settings:
             given = getattr(self, name)
             for value in (given,) if isinstance(given, str) else given:
                 if value not in valid:
-                    raise OnPTQError(f"{name}: {value!r} is not known; expected {' or '.join(valid)}")
+                    raise OnPTQError(f"{name}: unknown value {value!r}; expected {' or '.join(valid)}")
         if self.engine == "transformers" and self.modes != ("eager",):
-            raise OnPTQError("transformers is measured as it generates by default; expected --mode eager alone")
+            raise OnPTQError("--engine transformers runs in eager mode only; expected --mode eager alone")
         if self.engine == "transformers" and self.linear_backend not in (None, *BACKENDS):
-            known = ", ".join(BACKENDS)
-            raise OnPTQError(f"linear backend {self.linear_backend!r} is not known to transformers; expected {known}")
+            valid_names = ", ".join(BACKENDS)
+            raise OnPTQError(
+                f"unknown linear backend {self.linear_backend!r} of --engine transformers: expected one of {valid_names}"
+            )
         if self.engine == "transformers" and self.options:
             raise OnPTQError(f"--set {', '.join(self.options)}: these are options of vLLM; expected --engine vllm")
 
     def job(self, variant: Variant, mode: Mode) -> Job:
         sizes = self.graph_sizes or tuple(sorted({*self.batches, *(one * self.prompt_tokens for one in self.batches)}))
         needed = variant.linear_backend if self.engine == "vllm" else None
-        backend = variant.asked or (self.linear_backend if variant.scheme is not None else None) or needed
+        backend = variant.named_backend or (self.linear_backend if variant.scheme is not None else None) or needed
         return Job(
             folder=str(variant.source.folder.resolve()),
             mode=mode,
@@ -89,26 +92,27 @@ def run_bench(
     settings: Settings,
     reporter: Reporter,
     logs: Path,
-    save: Callable[[dict[str, Any]], None] = lambda found: None,
+    save: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """All measurements, given to `save` as they come; one that failed has an `error` instead, and its log is under `logs`."""
+    """The report of all measurements, passed to `save` after each. A failed one has an `error`; logs are written to
+    `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     papers_model = all(is_papers_model(variant.source.config) for variant in variants)
     with reporter.phase("Measure", total=len(variants) * len(settings.modes), unit="checkpoints") as bar:
         for mode in settings.modes:
             for started in _in_turn(variants, mode, settings, logs):
-                found, variant = started.measured(), started.variant
-                results.append({"name": variant.name, "mode": mode, "folder": variant.source.folder.name} | found)
+                measurement, variant = started.measure(), started.variant
+                results.append({"name": variant.name, "mode": mode, "folder": variant.source.folder.name} | measurement)
                 save(_report(model, settings, results, papers_model))
-                if trouble := problem(found):
+                if trouble := problem(measurement):
                     reporter.warn(f"{variant.name} ({mode}): {trouble}")
                 bar.advance()
     return _report(model, settings, results, papers_model)
 
 
 def _in_turn(variants: Sequence[Variant], mode: Mode, settings: Settings, logs: Path) -> Iterator[Started]:
-    """Engines that may be measured now; nothing else runs meanwhile, and none outlives the caller."""
+    """Engines that are ready, one at a time. All are ended with the iterator."""
     for group in [variants] if settings.together else [[variant] for variant in variants]:
         running: list[Started] = []
         try:
@@ -123,28 +127,28 @@ def _in_turn(variants: Sequence[Variant], mode: Mode, settings: Settings, logs: 
 
 
 def _report(model: str, settings: Settings, results: Sequence[Mapping[str, Any]], papers_model: bool) -> dict[str, Any]:
-    whole = [one for one in results if "error" not in one]
+    measured = [one for one in results if "error" not in one]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": model,
         "settings": {name: value for name, value in asdict(settings).items() if name != "python"},
-        "device": whole[0]["device"] if whole else None,
+        "device": measured[0]["device"] if measured else None,
         "papers_model": papers_model,
-        "versions": {"onptq": __version__} | (whole[0]["versions"] if whole else {}),
+        "versions": {"onptq": __version__} | (measured[0]["versions"] if measured else {}),
         "results": list(results),
     }
 
 
 @dataclass
 class Started:
-    """An engine on its way to be measured."""
+    """An engine in its process."""
 
     variant: Variant
     job: Job
     process: subprocess.Popen[str]
     python: str
     log: Path
-    ends: float  # when its time is over
+    ends: float  # time limit, by time.monotonic()
     late: bool = False
     ready_at: float = 0.0
 
@@ -153,28 +157,27 @@ class Started:
             time.sleep(POLL)
         self.ready_at = time.monotonic()
 
-    def measured(self) -> dict[str, Any]:
-        """Lets it measure, and waits for what it found. While others were measured, its clock stood still."""
+    def measure(self) -> dict[str, Any]:
+        """Let it measure, and wait for the result. Time in which others were measured does not count."""
         self.ends += time.monotonic() - self.ready_at
         assert self.process.stdin is not None
-        with suppress(OSError):  # it may have died
+        with suppress(OSError):  # the process may have ended
             self.process.stdin.write("\n")
             self.process.stdin.flush()
         while self.process.poll() is None and not self._over():
             time.sleep(POLL)
         output = self.output()
-        asked = {"dtype": self.job.dtype, "linear_backend": self.job.linear_backend}
-        found = heard(output)
-        if found is not None:
-            return asked | found
+        settings = {"dtype": self.job.dtype, "linear_backend": self.job.linear_backend}
+        result = parse_result(output)
+        if result is not None:
+            return settings | result
         if ABSENT in output:
             raise OnPTQError(
-                f"{self.python} has no vLLM, which this engine needs: install vllm there, or name the interpreter that has it "
-                "with --python"
+                f"{self.python} has no vLLM: install vllm there, or name an interpreter that has it with --python"
             )
-        ended = "stopped: its time was over" if self.late else f"exit code {self.process.returncode}"
+        ended = "stopped at the time limit" if self.late else f"exit code {self.process.returncode}"
         lines = [line for line in output.splitlines() if line.strip()]
-        return asked | {"error": f"{ended}; the log ends: " + " | ".join(lines[-TAIL:])}
+        return settings | {"error": f"{ended}; the log ends: " + " | ".join(lines[-TAIL:])}
 
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -186,7 +189,7 @@ class Started:
     def end(self) -> None:
         self.kill()
         assert self.process.stdin is not None
-        with suppress(OSError):  # it may have died with the line unread
+        with suppress(OSError):  # the process may have ended with the line unread
             self.process.stdin.close()
 
     def _over(self) -> bool:
@@ -224,6 +227,6 @@ def command(settings: Settings, job: Job) -> list[str]:
 
 
 def _environment(settings: Settings) -> Mapping[str, str]:
-    """Another interpreter has packages of its own, which ours must not cover."""
+    """The environment of an engine. Another interpreter has packages of its own, so PYTHONPATH is left out."""
     own = settings.engine == "transformers" or settings.python == sys.executable
     return {name: value for name, value in os.environ.items() if own or name != "PYTHONPATH"}

@@ -1,4 +1,4 @@
-"""The temporary folder of a benchmark, which holds whole checkpoints: removed however the process ends."""
+"""The temporary folder of a benchmark, which holds whole checkpoints: removed also after signals."""
 
 from __future__ import annotations
 

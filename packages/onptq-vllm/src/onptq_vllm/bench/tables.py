@@ -1,4 +1,4 @@
-"""The measurements as rows of text, each beside the dense model and, for the paper's model, the paper's number."""
+"""Measurements as rows of text beside the dense model and, for the paper's model, beside its numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from onptq.schemes import Scheme
 from onptq_vllm.bench.paper import PAPER
 from onptq_vllm.bench.variants import DENSE
 
-APART = 2.0  # of a log-probability, by which rounding alone does not set decoding and reading apart
+APART = 2.0  # largest difference of log-probabilities between decoding and prefill that rounding explains
 
 HEADS = ("checkpoint", "batch", "prefill ms", "speedup", "decode ms/token", "speedup", "peak GiB", "less")
 PAPER_HEAD = "paper"
 
 
 def rows(results: Sequence[Mapping[str, Any]], mode: str, paper: bool = False) -> Iterator[tuple[str, ...]]:
-    """A row for every checkpoint and batch of a mode that came to an end; `paper` adds the paper's numbers."""
+    """A row for every measured checkpoint and batch of a mode; `paper` adds the paper's numbers."""
     measured = [one for one in results if one["mode"] == mode and "error" not in one]
     dense = next((one for one in measured if one["name"] == DENSE), None)
     base = {} if dense is None else {row["batch"]: row for row in _with_peak(dense)}
@@ -29,7 +29,8 @@ def rows(results: Sequence[Mapping[str, Any]], mode: str, paper: bool = False) -
 
 
 def _with_peak(one: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The most memory: what the engine has reserved, where it says so, since graphs hold more than their tensors show."""
+    """The batches with their peak memory: the reserved memory where an engine reports it, since CUDA graphs hold
+    some."""
     return [{**row, "peak": one.get("reserved_bytes") or row["prefill_peak_bytes"]} for row in one["batches"]]
 
 
@@ -48,21 +49,21 @@ def _row(name: str, row: Mapping[str, Any], base: Mapping[str, Any] | None) -> t
 
 
 def between_lines(results: Sequence[Mapping[str, Any]], mode: str) -> Iterator[str]:
-    """Prefills between which something was decoded, a line for each batch: a GPU that is not always busy is faster."""
+    """A line per batch about prefill with decoding in between: a GPU that is not always busy is faster."""
     key = "prefill_between_seconds"
-    found = [
+    timed = [
         (one["name"], row)
         for one in results
         if one["mode"] == mode and "error" not in one
         for row in one["batches"]
         if key in row
     ]
-    base = {row["batch"]: row for name, row in found if name == DENSE}
-    said: dict[int, list[str]] = {}
-    for name, row in found:
+    base = {row["batch"]: row for name, row in timed if name == DENSE}
+    texts: dict[int, list[str]] = {}
+    for name, row in timed:
         times = _times(row, None if name == DENSE else base.get(row["batch"]), key)
-        said.setdefault(row["batch"], []).append(f"{name} {1e3 * row[key]:.2f} ms" + f" ({times})" * bool(times))
-    for batch, each in said.items():
+        texts.setdefault(row["batch"], []).append(f"{name} {1e3 * row[key]:.2f} ms" + f" ({times})" * bool(times))
+    for batch, each in texts.items():
         yield f"prefill with decoding between, batch {batch}: {', '.join(each)}"
 
 
@@ -77,29 +78,29 @@ def _less(peak: int | None, base: int | None) -> str:
 
 
 def paper_cell(name: str, batch: int) -> str:
-    """The paper's prefill and peak memory; for the quantized row also what they are of its FP16."""
-    of = {(row["name"], row["batch"]): row for row in PAPER["rows"]}
-    found = of.get(("FP16" if name == DENSE else name, batch))
-    if found is None:
+    """The paper's prefill and peak memory; for a quantized row also its gain over FP16."""
+    of = {(one["name"], one["batch"]): one for one in PAPER["rows"]}
+    row = of.get(("FP16" if name == DENSE else name, batch))
+    if row is None:
         return ""
-    text = f"{1e3 * found['prefill_seconds']:.2f} ms, {found['peak_bytes'] / 1e9:.2f} GB"
+    text = f"{1e3 * row['prefill_seconds']:.2f} ms, {row['peak_bytes'] / 1e9:.2f} GB"
     if name == DENSE:
         return text
     base = of["FP16", batch]
-    times = base["prefill_seconds"] / found["prefill_seconds"]
-    return f"{text}: {times:.2f}x, {100 * (1 - found['peak_bytes'] / base['peak_bytes']):.1f}% less"
+    times = base["prefill_seconds"] / row["prefill_seconds"]
+    return f"{text}: {times:.2f}x, {100 * (1 - row['peak_bytes'] / base['peak_bytes']):.1f}% less"
 
 
 def problem(one: Mapping[str, Any]) -> str | None:
-    """Why a measurement must not be used."""
+    """Why a measurement must not be used; None if it may be."""
     if "error" in one:
         return str(one["error"])
     if one.get("not_finite"):
-        return f"{one['not_finite']:,} log-probabilities are not numbers: its kernels compute wrongly"
+        return f"{one['not_finite']:,} log-probabilities are not finite: its kernels compute wrongly"
     if (apart := one.get("decoded_apart", 0.0)) > APART:
         return (
-            f"log-probabilities of decoded tokens are up to {apart:.1f} off those of the same tokens in a prompt, expected at "
-            f"most {APART:g}: kernels for few rows and for many do not compute the same"
+            f"log-probabilities of decoded tokens and of the same tokens in a prompt differ by up to {apart:.1f}; expected "
+            f"at most {APART:g}: kernels for few rows and for many rows disagree"
         )
     return None
 
@@ -116,11 +117,11 @@ def _judged(one: Mapping[str, Any]) -> str:
     if kernel is None:
         return ""
     same = all(kernel.lower() in ran.lower() for ran in one["kernels"])
-    return f" ({'as' if same else 'not what'} `onptq plan` announces: {kernel})"
+    return f" ({'as' if same else 'not as'} `onptq plan` says: {kernel})"
 
 
 def announced(name: str, hardware: str | None, backend: str | None) -> str | None:
-    """The kernel that a plan names for such a checkpoint on a GPU of that generation; None where it names none."""
+    """The kernel that `onptq plan` names for such a checkpoint on a GPU of that generation; None if it names none."""
     try:
         scheme = Scheme.parse(name.split()[0])
     except OnPTQError:

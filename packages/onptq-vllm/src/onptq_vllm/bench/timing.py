@@ -1,4 +1,4 @@
-"""What an engine is asked and how it is timed. Standard library only: an interpreter without OnPTQ runs this file too."""
+"""The job of an engine, and its timing. Standard library only: an interpreter without OnPTQ runs this file too."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-MARK = "RESULT "  # begins the one line of an engine's output that is for us
-READY = "READY"  # a line that says the engine could be measured; it then waits for a line
+MARK = "RESULT "  # begins the line of an engine's output that holds its result
+READY = "READY"  # the line by which an engine says that it can be measured; it then waits for a line
 TURN = threading.Event()  # set when the engine may measure
-FIRST_ID = 300  # smaller ids may be special ones
-STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+FIRST_ID = 300  # smaller ids may be special tokens
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Job:
 
 
 class Memory(Protocol):
-    """The most bytes held since it was last reset; None where the system does not say."""
+    """The peak of held bytes since the last reset; None where the system does not report it."""
 
     def reset(self) -> None: ...
 
@@ -58,11 +58,11 @@ class Memory(Protocol):
 
 
 class ProcessMemory:
-    """Of a process on a CPU: what it held, code and libraries included."""
+    """The resident memory of a process on a CPU, code and libraries included."""
 
     def reset(self) -> None:
-        with suppress(OSError):  # Linux forgets the high-water mark when asked so
-            FORGET.write_text("5")
+        with suppress(OSError):  # 5 resets the high-water mark on Linux
+            RESET.write_text("5")
 
     def peak(self) -> int | None:
         with suppress(OSError):
@@ -71,13 +71,15 @@ class ProcessMemory:
         return None
 
 
-Generate = Callable[[Sequence[list[int]], int], None]  # writes so many tokens after each prompt, and waits for them
+Generate = Callable[[Sequence[list[int]], int], None]  # generates so many tokens for each prompt, and waits for them
 
 
 def measure(generate: Generate, job: Job, memory: Memory) -> Iterator[dict[str, Any]]:
-    """Prefill is a response of one token, one right after another, the first `repeats` of them not counted: a GPU that is busy
-    is slower than one that was waiting. A longer response does the same and then decodes: the
-    difference of two calls, one right after the other, is what decoding took. Medians."""
+    """Median seconds of prefill and decode, and peak memory, for every batch size.
+
+    Prefill is a response of one token, repeated without pause. The first `repeats` are not counted: a busy GPU is
+    slower than an idle one. Decode is the difference of a longer response and a prefill right before it.
+    """
     if job.waits:
         print(READY, flush=True)
         TURN.wait()
@@ -97,9 +99,9 @@ def measure(generate: Generate, job: Job, memory: Memory) -> Iterator[dict[str, 
         yield {
             "batch": batch,
             "prefill_seconds": statistics.median(prefills),
-            "decode_seconds": statistics.median(decodes),  # of one step, which writes a token of every row
+            "decode_seconds": statistics.median(decodes),  # of one step: one token for every prompt
             "prefill_all": prefills,
-            "prefill_between_seconds": statistics.median(between),  # with decoding before and behind it
+            "prefill_between_seconds": statistics.median(between),  # with decoding before and after it
             "prefill_between_all": between,
             "decode_all": decodes,
             "prefill_peak_bytes": prefill_peak,
@@ -108,7 +110,8 @@ def measure(generate: Generate, job: Job, memory: Memory) -> Iterator[dict[str, 
 
 
 def draw_prompts(batch: int, tokens: int, vocabulary: int) -> list[list[int]]:
-    """Random ids, the same for everybody: kernels' speed depends on data, and a cache must not know them."""
+    """Random token ids, the same in every engine: the speed of kernels depends on data, and prefixes must not be
+    cached."""
     source = random.Random(f"{batch}/{tokens}/{vocabulary}")
     return [[source.randrange(FIRST_ID, vocabulary) for _ in range(tokens)] for _ in range(batch)]
 
@@ -123,26 +126,22 @@ def serve(run: Callable[[Job], dict[str, Any]]) -> None:
     """Run the job of the command line and print its result. The process ends with the one that started it."""
     job = Job.parse(sys.argv[1])
     if job.waits:
-        threading.Thread(target=_listen, daemon=True).start()
-    tell(run(job))
+        threading.Thread(target=_wait_for_turn, daemon=True).start()
+    print(MARK + json.dumps(run(job)), flush=True)
 
 
-def _listen() -> None:
-    """Take a byte on standard input as the turn to measure, and its end as the end of the parent."""
+def _wait_for_turn() -> None:
+    """Set TURN at a byte on standard input; exit when standard input ends, since the parent has ended."""
     while os.read(sys.stdin.fileno(), 1):
         TURN.set()
     os._exit(1)
-
-
-def tell(found: dict[str, Any]) -> None:
-    print(MARK + json.dumps(found), flush=True)
 
 
 def is_ready(output: str) -> bool:
     return READY in output.splitlines()
 
 
-def heard(output: str) -> dict[str, Any] | None:
-    """What an engine told, if it came so far."""
+def parse_result(output: str) -> dict[str, Any] | None:
+    """The result in an engine's output; None if it has none."""
     lines = [line for line in output.splitlines() if line.startswith(MARK)]
     return json.loads(lines[-1][len(MARK) :]) if lines else None

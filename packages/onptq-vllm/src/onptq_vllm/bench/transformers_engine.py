@@ -1,5 +1,6 @@
-"""One checkpoint in transformers, in a process of its own: `python -m onptq_vllm.bench.transformers_engine JOB`. Integers are
-multiplied where weights and activations are quantized; other quantized weights are multiplied as floats."""
+"""One checkpoint in transformers, in a process of its own: `python -m onptq_vllm.bench.transformers_engine JOB`.
+
+GEMMs are in integers if weights and activations are quantized, else in floats."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from onptq_vllm.bench.timing import Job, Memory, ProcessMemory, measure, serve
 from onptq_vllm.linears.humming import HummingLinear
 from onptq_vllm.linears.swap import Backend, swap_linears
 
-SIMULATED = "simulated"  # rounded weights multiplied as floats
+SIMULATED = "simulated"  # GEMMs of rounded values in floats
 BACKENDS = (*get_args(Backend), SIMULATED)
 
 
 class TensorMemory:
-    """What tensors held on the GPU."""
+    """Memory of tensors on the GPU."""
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -36,7 +37,7 @@ class TensorMemory:
 
 def run(job: Job) -> dict[str, Any]:
     if job.mode != "eager":
-        raise OnPTQError(f"mode {job.mode!r}: transformers is measured as it generates by default; expected eager")
+        raise OnPTQError(f"mode {job.mode!r}: transformers runs in eager mode only; expected eager")
     device = choose_device("auto")
     began = time.perf_counter()
     reader = load_reader(open_checkpoint(job.folder), DTYPES[job.dtype], device, ())
@@ -75,7 +76,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def describe_kernels(reader: LanguageModel) -> dict[str, int]:
-    """What multiplies in the decoder's linears: the module's class, what it multiplies, and what is done to its input."""
+    """Descriptions of the decoder's linears (class, operands, rounding of activations), with their numbers."""
     linears = (block.child(name) for block in reader.structure.blocks for name in LINEARS)
     return dict(Counter(map(_describe, linears)))
 

@@ -1,4 +1,4 @@
-"""The checkpoints that are measured beside each other: given ones, or the dense model and what plain rounding makes of it."""
+"""The checkpoints of a benchmark: given ones, or a dense model and its exports by plain rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onptq.errors import OnPTQError
 from onptq.models.family import text_config
 from onptq.progress import Reporter
 from onptq.schemes import Scheme
-from onptq.zoo.published import PUBLISHED, find_published, write_published
+from onptq_vllm.bench.published import PUBLISHED, find_published, write_published
 
 DENSE = "dense"
 STORED = ("float16", "bfloat16", "float32")
@@ -23,14 +23,14 @@ STORED = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Variant:
-    name: str  # dense, or its scheme, or what else made it
+    name: str  # dense, its scheme, or the name of another quantization method
     source: Source
-    scheme: Scheme | None  # None where it is dense, or quantized otherwise than OnPTQ does
-    asked: str | None = None  # the backend that FOLDER@BACKEND names
+    scheme: Scheme | None  # None if it is dense, or quantized in another way than OnPTQ's
+    named_backend: str | None = None  # that of FOLDER@BACKEND
 
     @property
     def linear_backend(self) -> str | None:
-        """What vLLM must be told on a GPU: its own choice for 4-bit weights leaves the activations as they are."""
+        """The backend that vLLM needs on a GPU: its own choice for 4-bit weights does not quantize activations."""
         scheme = self.scheme
         narrow = scheme is not None and scheme.quantizes_activations and scheme.weight_bits < 8
         return "humming" if narrow else None
@@ -41,7 +41,7 @@ class Variant:
 
     @property
     def dtype(self) -> str:
-        """As config.json states it."""
+        """The dtype in config.json."""
         config = self.source.config
         stated = next(
             (one[key] for one in (config, text_config(config)) for key in ("dtype", "torch_dtype") if key in one), ""
@@ -52,8 +52,11 @@ class Variant:
 def choose_variants(
     models: Sequence[str], schemes: Sequence[str], work: Path, reporter: Reporter, *, layers: int | None = None
 ) -> list[Variant]:
-    """Folders are taken as they are, FOLDER@BACKEND with that backend for its linears; where one dense model is given alone,
-    `schemes` are exported of it into `work`. A name of `onptq.zoo.published` is such a model, made with random weights."""
+    """The checkpoints to measure, the dense one first.
+
+    FOLDER@BACKEND names the backend of its linears. If one dense model is given alone, `schemes` of it are exported
+    into `work`. A name of `onptq_vllm.bench.published` is such a model with random weights.
+    """
     if not models:
         raise OnPTQError("no model was given; expected a checkpoint folder, or one of " + ", ".join(PUBLISHED))
     parsed = [Scheme.parse(scheme) for scheme in schemes]
@@ -74,20 +77,20 @@ def choose_variants(
 
 
 def _open(model: str, work: Path, reporter: Reporter, layers: int | None) -> Variant:
-    bare, at, asked = model.rpartition("@")
+    folder_name, at, backend = model.rpartition("@")
     if at and not Path(model).is_dir():
-        found = _open(bare, work, reporter, layers)
-        if found.name == DENSE:
-            raise OnPTQError(f"{model!r}: {bare} is dense; a backend is for quantized linears")
-        return replace(found, name=f"{found.name} {asked}", asked=asked)
+        variant = _open(folder_name, work, reporter, layers)
+        if variant.name == DENSE:
+            raise OnPTQError(f"{model!r}: {folder_name} is dense; a backend is for quantized linears")
+        return replace(variant, name=f"{variant.name} {backend}", named_backend=backend)
     if model in PUBLISHED and not Path(model).is_dir():
         folder = work / (model if layers is None else f"{model}-{layers}")
         if not folder.is_dir():
-            _make(model, folder, reporter, layers)
+            _write_random(model, folder, reporter, layers)
         model = str(folder)
     elif not model.startswith(("zoo:", "real:")) and not Path(model).is_dir():
         raise OnPTQError(
-            f"{model!r} is no folder here; expected a checkpoint folder, or one of {', '.join(PUBLISHED)} for random weights"
+            f"{model!r} is not a folder: expected a checkpoint folder, or one of {', '.join(PUBLISHED)} for random weights"
         )
     source = open_checkpoint(model)
     quantization = parse_quantization(source.config.get("quantization_config"))
@@ -96,9 +99,9 @@ def _open(model: str, work: Path, reporter: Reporter, layers: int | None) -> Var
     return Variant(str(quantization.scheme or quantization.method), source, quantization.scheme)
 
 
-def _make(model: str, folder: Path, reporter: Reporter, layers: int | None) -> None:
+def _write_random(model: str, folder: Path, reporter: Reporter, layers: int | None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with reporter.phase(f"Make {model} with random weights", unit="tensors") as bar:
+    with reporter.phase(f"Write {model} with random weights", unit="tensors") as bar:
         write_published(find_published(model), folder, layers=layers, device=device, advance=bar.advance)
 
 
@@ -111,5 +114,5 @@ def _export(source: Source, scheme: Scheme, work: Path, reporter: Reporter) -> V
     recipe = Recipe.preset("default", {"method": "rtn", "scheme": str(scheme)})
     onptq.quantize(source.name, out, recipe=recipe, reporter=reporter, verify=False)
     gc.collect()
-    torch.cuda.empty_cache()  # what is measured next runs in another process on the same GPU
+    torch.cuda.empty_cache()  # the engines run in other processes on the same GPU
     return Variant(str(scheme), open_checkpoint(str(out)), scheme)

@@ -1,4 +1,4 @@
-"""One checkpoint in vLLM, in a process of its own: `python vllm_engine.py JOB`. Needs vLLM, and nothing else of OnPTQ."""
+"""One checkpoint in vLLM, in a process of its own: `python vllm_engine.py JOB`. Needs vLLM and timing.py, not OnPTQ."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ else:  # vLLM's interpreter may have no OnPTQ; this folder must not hide other m
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model in this process, where it can be looked at
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model in this process, where it can be inspected
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-PACKAGE = "humming-kernels"  # whose products may be chosen
-SWITCHES = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT")  # of the environment, that change how fast it is
-SPOKEN = 8  # tokens that are decoded and then read
+PACKAGE = "humming-kernels"
+SWITCHES = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT")  # environment variables that change the speed
+CHECKED = 8  # tokens that are decoded and then prefilled
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of a decoder layer, as vLLM joins them
 
 
 class TensorMemory:
-    """What tensors held on the GPU, without the key-value cache, which vLLM reserves at its start, and what graphs hold."""
+    """Memory of tensors on the GPU, without the key-value cache that vLLM reserves at its start and without graphs."""
 
     def __init__(self, cache_bytes: int) -> None:
         self.cache_bytes = cache_bytes
@@ -62,12 +62,12 @@ def run(job: Job) -> dict[str, Any]:
     cache = cache_bytes(llm)
     memory: Memory = TensorMemory(cache) if on_gpu else ProcessMemory()
     plain = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    spoken = vllm.SamplingParams(max_tokens=SPOKEN, logprobs=0, **plain)
-    read = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, **plain)
+    decode = vllm.SamplingParams(max_tokens=CHECKED, logprobs=0, **plain)
+    prefill = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, **plain)
 
     def generate(prompts: Sequence[list[int]], tokens: int) -> None:
         parameters = vllm.SamplingParams(max_tokens=tokens, **plain)
-        assert all(len(one.outputs[0].token_ids) == tokens for one in _ask(llm, prompts, parameters))
+        assert all(len(one.outputs[0].token_ids) == tokens for one in _generate(llm, prompts, parameters))
 
     return {
         "kernels": kernels,
@@ -81,26 +81,30 @@ def run(job: Job) -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "batches": list(measure(generate, job, memory)),
         "reserved_bytes": int(torch.cuda.memory_reserved()) - cache if on_gpu else None,
-    } | doubts(llm, spoken, read, job)
+    } | check_logprobs(llm, decode, prefill, job)
 
 
-def doubts(llm: Any, spoken: Any, read: Any, job: Job) -> dict[str, float]:
-    """Kernels that are fast can be wrong, those of one row as well as those of thousands: how many log-probabilities are no
-    numbers, and by how much those of tokens that were decoded are off what they are when the same tokens are read, at most."""
-    broken, apart = 0, 0.0
+def check_logprobs(llm: Any, decode: Any, prefill: Any, job: Job) -> dict[str, float]:
+    """The number of log-probabilities that are not finite, and the largest difference between decoding and prefill.
+
+    Fast kernels can be wrong, for one row as well as for thousands.
+    """
+    not_finite, largest = 0, 0.0
     for batch in job.batches:
         prompts = draw_prompts(batch, job.prompt_tokens, job.vocabulary)
-        answers = [one.outputs[0] for one in _ask(llm, prompts, spoken)]
-        whole = [[*ids, *answer.token_ids] for ids, answer in zip(prompts, answers, strict=True)]
-        for ids, answer, again in zip(whole, answers, _ask(llm, whole, read), strict=True):
-            said, heard = _values(answer.token_ids, answer.logprobs), _values(ids[1:], again.prompt_logprobs[1:])
-            broken += sum(not math.isfinite(one) for one in (*said, *heard))
-            off = (abs(one - other) for one, other in zip(said, heard[-len(said) :], strict=True))
-            apart = max((apart, *(one for one in off if math.isfinite(one))))
-    return {"not_finite": broken, "decoded_apart": apart}
+        answers = [one.outputs[0] for one in _generate(llm, prompts, decode)]
+        sequences = [[*ids, *answer.token_ids] for ids, answer in zip(prompts, answers, strict=True)]
+        for ids, answer, again in zip(sequences, answers, _generate(llm, sequences, prefill), strict=True):
+            decoded = _values(answer.token_ids, answer.logprobs)
+            prefilled = _values(ids[1:], again.prompt_logprobs[1:])
+            not_finite += sum(not math.isfinite(one) for one in (*decoded, *prefilled))
+            pairs = zip(decoded, prefilled[-len(decoded) :], strict=True)
+            differences = (abs(one - other) for one, other in pairs)
+            largest = max((largest, *(one for one in differences if math.isfinite(one))))
+    return {"not_finite": not_finite, "decoded_apart": largest}
 
 
-def _ask(llm: Any, prompts: Sequence[Sequence[int]], parameters: Any) -> Any:
+def _generate(llm: Any, prompts: Sequence[Sequence[int]], parameters: Any) -> Any:
     return llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], parameters, use_tqdm=False)
 
 
@@ -109,9 +113,9 @@ def _values(ids: Sequence[int], places: Sequence[Any]) -> list[float]:
 
 
 def options(job: Job, on_gpu: bool) -> dict[str, Any]:
-    """The same for every checkpoint, apart from the kernels it asks for; what was set by name comes last."""
+    """Options of vLLM: the same for every checkpoint but for its backend. `job.options` override them."""
     most = max(job.batches)
-    found: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         "model": job.folder,
         "skip_tokenizer_init": True,
         "dtype": job.dtype,
@@ -124,16 +128,16 @@ def options(job: Job, on_gpu: bool) -> dict[str, Any]:
         "seed": 0,
     }
     if on_gpu:
-        found |= {"kv_cache_memory_bytes": int(job.cache_gib * 2**30), "gpu_memory_utilization": 0.1}
-        found |= {"linear_backend": job.linear_backend} if job.linear_backend else {}
+        chosen |= {"kv_cache_memory_bytes": int(job.cache_gib * 2**30), "gpu_memory_utilization": 0.1}
+        chosen |= {"linear_backend": job.linear_backend} if job.linear_backend else {}
     if job.mode == "compiled":
-        found |= {"compilation_config": {"cudagraph_capture_sizes": list(job.graph_sizes)}}
+        chosen |= {"compilation_config": {"cudagraph_capture_sizes": list(job.graph_sizes)}}
     else:
-        found |= {"enforce_eager": True}
+        chosen |= {"enforce_eager": True}
     for name, value in job.options.items():
-        own = found.get(name)
-        found[name] = own | value if isinstance(own, dict) and isinstance(value, dict) else value
-    return found
+        own = chosen.get(name)
+        chosen[name] = own | value if isinstance(own, dict) and isinstance(value, dict) else value
+    return chosen
 
 
 def humming_version() -> dict[str, str]:
@@ -144,12 +148,12 @@ def humming_version() -> dict[str, str]:
 
 
 def describe_kernels(model: Any) -> dict[str, int]:
-    """What multiplies in the decoder's linears, read off the loaded model: scheme, kernel and activations, with their number."""
-    found: Counter[str] = Counter()
+    """Descriptions of the decoder's linears in the loaded model (scheme, kernel, operands), with their numbers."""
+    counts: Counter[str] = Counter()
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in LINEARS and ".layers." in name and "visual" not in name and "tower" not in name:
-            found[_describe(module)] += 1
-    return dict(found)
+            counts[_describe(module)] += 1
+    return dict(counts)
 
 
 def _describe(module: Any) -> str:
@@ -158,7 +162,7 @@ def _describe(module: Any) -> str:
         return type(getattr(module, "quant_method", module)).__name__
     kernel = getattr(scheme, "kernel", None)
     name = f"{type(scheme).__name__} / {type(kernel).__name__ if kernel is not None else 'no kernel of its own'}"
-    # Humming alone says what it multiplies; a kernel's own configuration names the model's dtype, whatever it rounds to.
+    # Only humming names its operands; the configuration of other kernels has the model's dtype, whatever they round to.
     metas = (getattr(module, "humming_metas", None) or {"": getattr(kernel, "layer_config", None)}).values()
     return ", ".join(
         (name, *(f"{one.a_dtype} x {one.b_dtype}{_few_rows(one)}{_rounds(one)}" for one in metas if one is not None))
@@ -166,15 +170,15 @@ def _describe(module: Any) -> str:
 
 
 def _few_rows(layer: Any) -> str:
-    """The rows whose products OnPTQ's plugin has taken from humming (`onptq_vllm.schedules.decoding`)."""
-    taken = getattr(getattr(sys.modules.get("humming.ops"), "humming_gemm", None), "_onptq_few_rows", None)
-    found = taken(layer.to_str()) if taken else ()
-    spans = (f"{above + 1} to {upto}" if above + 1 < upto else str(upto) for above, upto in found)
-    return f" (rows {' and '.join(spans)} by few_rows)" if found else ""
+    """The rows that OnPTQ's plugin computes instead of humming (`onptq_vllm.schedules.decoding`)."""
+    rows_of = getattr(getattr(sys.modules.get("humming.ops"), "humming_gemm", None), "_onptq_few_rows", None)
+    rows = rows_of(layer.to_str()) if rows_of else ()
+    spans = (f"{above + 1} to {upto}" if above + 1 < upto else str(upto) for above, upto in rows)
+    return f" (rows {' and '.join(spans)} by few_rows)" if rows else ""
 
 
 def _rounds(layer: Any) -> str:
-    """Whether what enters has been rounded by OnPTQ's kernels (`onptq_vllm.schedules.rounding`)."""
+    """A note if OnPTQ's kernels round the activations (`onptq_vllm.schedules.rounding`)."""
     return ", rounded by onptq" if getattr(layer, "_onptq_rounds", False) else ""
 
 
@@ -188,17 +192,17 @@ def weight_bytes(model: Any) -> int:
 
 
 def cache_bytes(llm: Any) -> int:
-    """Of the reserved key-value cache, from the runner that holds it."""
+    """Bytes of the reserved key-value cache, from the runner that holds it."""
     worker = llm.llm_engine.model_executor.driver_worker
     runner = getattr(worker, "worker", worker).model_runner
-    seen = {}
+    storages = {}
     for tensor in runner.kv_caches:
         storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 if __name__ == "__main__":
     serve(run)
     sys.stdout.flush()
-    os._exit(0)  # a shutdown that hangs or fails has nothing more to say
+    os._exit(0)  # the result is printed: do not wait for a shutdown that may hang

@@ -1,1 +1,1 @@
-"""The commands that this package adds to `onptq`. They import nothing heavy until they run."""
+"""The commands that this package adds to `onptq`. Heavy packages are imported when a command runs."""

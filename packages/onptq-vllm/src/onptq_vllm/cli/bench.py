@@ -1,4 +1,4 @@
-"""`onptq bench`: how fast checkpoints run in a real engine, and on which kernel."""
+"""`onptq bench`: the speed of checkpoints in a real engine, and their kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onptq.cli.quantize import make_reporter
+from onptq.cli.settings import make_reporter
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ def bench(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="Checkpoint folders, at most one of them dense, FOLDER@marlin to name vLLM's kernels for one; or qwen2.5-vl-7b, "
-            "qwen3-vl-8b, qwen2.5-omni-7b: these shapes with random weights.",
+            help="Checkpoint folders, at most one of them dense. FOLDER@marlin names vLLM's kernels for one. qwen2.5-vl-7b, "
+            "qwen3-vl-8b and qwen2.5-omni-7b are these shapes with random weights.",
         ),
     ],
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
     schemes: Annotated[
-        str, typer.Option(help="Exported by plain rounding and measured, where one dense model is given alone.")
+        str, typer.Option(help="Schemes to export by plain rounding, if one dense model is given alone.")
     ] = "W4A8,W8A8,W4A16",
     modes: Annotated[
         list[str] | None,
@@ -38,15 +38,18 @@ def bench(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 2048,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the first.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of which medians are taken; as many come before.")] = 16,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Timed runs, after as many untimed ones; medians are reported.")
+    ] = 16,
     dtype: Annotated[
-        str | None, typer.Option(help="float16, bfloat16 or float32.", show_default="as each checkpoint states it")
+        str | None, typer.Option(help="float16, bfloat16 or float32.", show_default="that of each checkpoint")
     ] = None,
     linear_backend: Annotated[
         str | None,
         typer.Option(
-            help="Kernels for quantized checkpoints: vLLM's, on a GPU; in transformers torch, humming (on a GPU) or simulated.",
-            show_default="in vLLM humming for W4A8, else its own choice; in transformers torch",
+            help="Kernels for quantized checkpoints. On a GPU: one of vLLM's. In transformers: torch, humming (on a GPU) or "
+            "simulated.",
+            show_default="vLLM: humming for W4A8, else its own choice; transformers: torch",
         ),
     ] = None,
     graph_sizes: Annotated[
@@ -55,7 +58,7 @@ def bench(
             "--graph-size",
             min=1,
             help="Tokens of a captured forward; repeatable.",
-            show_default="all that are measured",
+            show_default="those of the measured forwards",
         ),
     ] = None,
     cache_gib: Annotated[float, typer.Option(help="vLLM's key-value cache on a GPU, GiB.")] = 4.0,
@@ -64,12 +67,12 @@ def bench(
         typer.Option(
             "--set",
             metavar="OPTION=VALUE",
-            help="Any option of vLLM as its LLM class has it, such as compilation_config.cudagraph_mode=FULL; repeatable.",
+            help="An option of vLLM's LLM class, such as compilation_config.cudagraph_mode=FULL; repeatable.",
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder blocks of a model with random weights.")] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Where models are made and logs are kept.", show_default="thrown away")
+        Path | None, typer.Option(help="Folder for exported models and logs.", show_default="a temporary folder")
     ] = None,
     python: Annotated[
         str | None, typer.Option(help="Interpreter that has vLLM.", show_default="the one that runs this")
@@ -77,16 +80,18 @@ def bench(
     together: Annotated[
         bool,
         typer.Option(
-            "--together", help="Start all checkpoints of a mode at once, where memory allows; measure in turn."
+            "--together",
+            help="Start all checkpoints of a mode at once, then measure them in turn. Needs memory for all.",
         ),
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for one checkpoint in one mode.")] = 600.0,
     out: Annotated[Path | None, typer.Option(help="Write every number to this JSON file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the tables only.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the same JSON instead of tables.")] = False,
 ) -> None:
     """Measure prefill, decode and peak memory of MODEL, dense and quantized, in one engine with one setting.
 
-    Exit code 1 where a checkpoint did not run, or said what is not a number.
+    Exit code 1 if a checkpoint did not run, or its log-probabilities are wrong.
     """
     from onptq.overrides import parse_override, put
     from onptq_vllm.bench.running import Settings
@@ -113,12 +118,12 @@ def bench(
         python=python or sys.executable,
     )
     with scratch_folder() as scratch:
-        found = _measure(models, schemes, settings, work or scratch, layers, out, json)
+        report = _measure(models, schemes, settings, work or scratch, layers, out, quiet or json)
     if json:
-        typer.echo(json_format.dumps(found, indent=2))
+        typer.echo(json_format.dumps(report, indent=2))
     else:
-        _print(found)
-    if any(map(problem, found["results"])):
+        _print(report)
+    if any(map(problem, report["results"])):
         raise typer.Exit(1)
 
 
@@ -143,16 +148,16 @@ def _measure(
     work.mkdir(parents=True, exist_ok=True)
     variants = choose_variants(models, wanted, work, reporter, layers=layers)
 
-    def save(found: dict[str, Any]) -> None:
+    def save(report: dict[str, Any]) -> None:
         if out is not None:
             with atomically(out) as part:
-                part.write_text(json_format.dumps(found, indent=2) + "\n", encoding="utf-8")
+                part.write_text(json_format.dumps(report, indent=2) + "\n", encoding="utf-8")
 
     names = " ".join(Path(model).name if Path(model).is_dir() else model for model in models)
     return run_bench(names, variants, settings, reporter, work / "logs", save)
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -162,11 +167,11 @@ def _print(found: dict[str, Any]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:  # a file has no width of its own
         console.width = 140
-    settings, results, paper = found["settings"], found["results"], found["papers_model"]
+    settings, results, paper = report["settings"], report["results"], report["papers_model"]
     for mode in settings["modes"]:
         console.print(
             f"{settings['engine']}, {mode}, {settings['prompt_tokens']} prompt tokens, medians of {settings['repeats']}, "
-            f"on {found['device']}",
+            f"on {report['device']}",
             style="bold",
             markup=False,
         )

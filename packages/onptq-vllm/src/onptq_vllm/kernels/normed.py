@@ -1,5 +1,7 @@
-"""Codes of a block's normed stream: what `quantizer.integer.quantize_tokens` makes of `quantizer.norms.rms_norm`, in one pass
-over memory, in which the stream also takes in what the part before it gave."""
+"""Codes of a block's normed residual stream in one pass over memory.
+
+The pass adds to the stream, then computes `quantizer.norms.rms_norm` and `quantizer.numerics.quantize_tokens`.
+"""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from onptq.kernels import launching_on
-from onptq.kernels.codes import BITS, PER_WARP, magnitude, step_of, store_codes
+from onptq.kernels.codes import BITS, PER_WARP, magnitude, scale_of, store_codes
 from onptq.kernels.packets import empty_packet, unpacked
 from onptq.kernels.tiles import token_grid, whole_rows
 
 
 def normed_codes(x: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Of x + stream, both [rows, width]: a packet of its norm's codes, and the sum itself, which is the stream from there on."""
+    """The packet of the norm of x + stream, both [rows, width], and the sum, which is the new stream."""
     rows, width = x.shape
     packet, total = empty_packet(rows, width, x), stream.new_empty(stream.shape)
     with launching_on(x):
@@ -38,15 +40,15 @@ def normed_codes(x: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[T
 
 @cache
 def operator() -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
-    """The same, such that torch.compile need not look into it."""
+    """`normed_codes` as an operator that is opaque to torch.compile."""
     schema = "(Tensor x, Tensor stream, Tensor gain, float eps) -> (Tensor, Tensor)"
-    found = torch.library.custom_op("onptq::normed_codes", normed_codes, mutates_args=(), schema=schema)
+    operation = torch.library.custom_op("onptq::normed_codes", normed_codes, mutates_args=(), schema=schema)
 
-    @found.register_fake
+    @operation.register_fake
     def shapes(x: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return empty_packet(x.shape[0], x.shape[1], x), stream.new_empty(stream.shape)
 
-    return found
+    return operation
 
 
 @triton.jit
@@ -56,7 +58,7 @@ def _normed(
     gain_ptr,
     total_ptr,
     codes_ptr,
-    steps_ptr,
+    scales_ptr,
     eps,
     width,
     LOW: tl.constexpr,
@@ -65,7 +67,7 @@ def _normed(
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A row, rounded where PyTorch rounds: the sum, the norm before its gain and behind it."""
+    """One row, rounded where PyTorch rounds: the sum, the norm before its gain and after it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < width
@@ -78,6 +80,6 @@ def _normed(
     x = total.to(tl.float32)
     rate = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     normed = (gain * (x * rate).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    step = step_of(tl.max(magnitude(normed), 0), HALF, EPS, dtype)
-    tl.store(steps_ptr + row, step)
-    store_codes(codes_ptr + row * width, column, width, normed * (1.0 / step), LOW, HIGH)
+    scale = scale_of(tl.max(magnitude(normed), 0), HALF, EPS, dtype)
+    tl.store(scales_ptr + row, scale)
+    store_codes(codes_ptr + row * width, column, width, normed * (1.0 / scale), LOW, HIGH)

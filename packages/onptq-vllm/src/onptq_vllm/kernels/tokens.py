@@ -1,4 +1,4 @@
-"""The codes of activations as an operator that torch.compile need not look into."""
+"""`token_codes` as an operator that is opaque to torch.compile."""
 
 from __future__ import annotations
 

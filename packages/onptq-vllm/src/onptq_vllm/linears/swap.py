@@ -23,16 +23,16 @@ Make = Callable[[LowBitLinear], nn.Module]
 @dataclass(frozen=True)
 class Swapped:
     count: int
-    left: Mapping[str, int]  # linears that stay as they were, by the reason
+    left: Mapping[str, int]  # linears that were not swapped, by the reason
 
 
 class Unfit(Exception):
-    """Why a linear stays as it was."""
+    """A linear that is not swapped; the message is the reason."""
 
 
 @torch.no_grad()
 def swap_linears(model: nn.Module, backend: Backend = "torch") -> Swapped:
-    """Into a checkpoint as `load_reader` loads it, in place of every linear whose simulation integers can compute."""
+    """Replace every linear of a loaded quantized checkpoint that integers can compute."""
     make, head = _maker(backend), model.get_output_embeddings()  # type: ignore[operator]
     named = {
         block.child(name) for block in find_structure(model, linears=nn.Module).blocks for name in LINEARS
@@ -55,7 +55,7 @@ def swap_linears(model: nn.Module, backend: Backend = "torch") -> Swapped:
 
 
 def _low_bit(module: nn.Module) -> LowBitLinear:
-    """Of a linear that compressed-tensors simulates, with its weight unpacked; raises Unfit."""
+    """The low-bit linear of one that compressed-tensors simulates, with its weight unpacked; raises Unfit."""
     scheme = getattr(module, "quantization_scheme", None)
     if scheme is None:
         raise Unfit("not quantized" if type(module) is nn.Linear else f"{type(module).__name__} of another quantizer")
@@ -66,19 +66,19 @@ def _low_bit(module: nn.Module) -> LowBitLinear:
         raise Unfit("weights are not integers of at most 8 bits")
     if not weights.symmetric or weights.strategy != "channel":
         kind = "symmetric" if weights.symmetric else "asymmetric"
-        raise Unfit(f"{kind} weights with steps per {weights.strategy}, not symmetric ones per channel")
+        raise Unfit(f"{kind} weights with scales per {weights.strategy}, not symmetric ones per channel")
     if inputs is None:
         raise Unfit("activations are not quantized")
     if inputs.type != "int" or inputs.num_bits > 8 or not inputs.symmetric or inputs.dynamic is not True:
-        raise Unfit("activations are not symmetric integers of at most 8 bits with dynamic steps")
+        raise Unfit("activations are not symmetric integers of at most 8 bits with dynamic scales")
     if inputs.strategy != "token" or scheme.output_activations is not None:
-        raise Unfit("activations are rounded otherwise than per token on their way in")
-    weight, step = module.weight, module.weight_scale
-    assert isinstance(step, torch.Tensor)
-    codes = round_to_codes(weight.float(), step.float(), weights.num_bits).to(torch.int8)
-    if not torch.equal(dequantize(codes, step, None, weight.dtype), weight):
-        raise Unfit("the loaded weight is not codes times steps")
-    return LowBitLinear(codes, step[:, 0], module.bias, inputs.num_bits)
+        raise Unfit("activations are not rounded per token at the input")
+    weight, scale = module.weight, module.weight_scale
+    assert isinstance(scale, torch.Tensor)
+    codes = round_to_codes(weight.float(), scale.float(), weights.num_bits).to(torch.int8)
+    if not torch.equal(dequantize(codes, scale, None, weight.dtype), weight):
+        raise Unfit("the loaded weight is not codes times scales")
+    return LowBitLinear(codes, scale[:, 0], module.bias, inputs.num_bits)
 
 
 def _maker(backend: str) -> Make:
@@ -88,4 +88,4 @@ def _maker(backend: str) -> Make:
         from onptq_vllm.linears.humming import HummingLinear
 
         return HummingLinear
-    raise OnPTQError(f"backend {backend!r} is not known; expected torch or humming")
+    raise OnPTQError(f"unknown backend {backend!r}: expected torch or humming")

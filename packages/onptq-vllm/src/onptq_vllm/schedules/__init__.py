@@ -1,1 +1,1 @@
-"""`onptq tune`: faster schedules for the products of a checkpoint on this GPU, and the plugin by which vLLM takes them."""
+"""`onptq tune`: faster schedules for the GEMMs of a checkpoint on this GPU, and the plugin by which vLLM uses them."""

@@ -1,4 +1,4 @@
-"""What enters a product, rounded by humming after another kernel has made it, or by one that does both: checked and timed."""
+"""Activations of a GEMM, computed by one kernel and rounded by humming, or both by one kernel: checked and timed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from onptq.kernels.packets import unpacked
 from onptq_vllm.schedules.captured import captured_seconds
 
-Way = Literal["normed", "attended", "gated"]  # who makes what is rounded
+Way = Literal["normed", "attended", "gated"]  # the operation that computes the activations
 WAYS: Mapping[str, Way] = {
     "qkv_proj": "normed",
     "o_proj": "attended",
@@ -22,36 +22,38 @@ WAYS: Mapping[str, Way] = {
 }
 EPS = 1e-6
 CALLS = 4  # of a captured graph
-LARGEST = 128  # steps
+LARGEST = 128  # of a code
 
 
 @dataclass(frozen=True)
 class Maker:
-    draw: Callable[[int, int], tuple[Tensor, ...]]  # for rows and columns of a product
-    plain: Callable[..., tuple[Tensor, ...]]  # what is rounded, and what else leaves; vLLM compiles the same
+    """One way of computing activations: random inputs, the plain operation, and the kernel that also rounds."""
+
+    draw: Callable[[int, int], tuple[Tensor, ...]]  # inputs for rows and columns of a GEMM
+    plain: Callable[..., tuple[Tensor, ...]]  # the activations and other outputs; vLLM compiles the same
     packet: Callable[..., Tensor]
-    roundings: int  # of a value on its way to the codes, in 16 bits, that of its step among them
+    roundings: int  # of a value to 16 bits before it is a code, that of its scale included
 
 
 def time_rounding(way: Way, config: Any, rows: int, width: int, dtype: torch.dtype) -> tuple[float, float] | None:
-    """Seconds by two kernels and by one; None where that one is wrong. `config` is humming's of the product."""
+    """Seconds of two kernels and of one; None where that one is wrong. `config` is humming's LayerConfig."""
     from humming.forward import may_process_input  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     maker = _maker(way)
     inputs = tuple(one.to("cuda", dtype) for one in maker.draw(rows, width))
     if not _is_right(maker, inputs, width):
         return None
-    torch.compiler.reset()  # it compiles one function for some shapes only, and no more after that
+    torch.compiler.reset()  # torch.compile stops after a number of shapes of one function
     plain = torch.compile(maker.plain, dynamic=False) if way != "attended" else maker.plain
     apart = captured_seconds(lambda call: may_process_input(config, plain(*inputs)[0]), CALLS)
     return apart, captured_seconds(lambda call: maker.packet(*inputs), CALLS)
 
 
 def _is_right(maker: Maker, inputs: tuple[Tensor, ...], width: int) -> bool:
-    codes, step = unpacked(maker.packet(*inputs), width)
-    error = codes.float() * step - maker.plain(*(one.float() for one in inputs))[0]
+    codes, scale = unpacked(maker.packet(*inputs), width)
+    error = codes.float() * scale - maker.plain(*(one.float() for one in inputs))[0]
     off = 0.5 + maker.roundings * LARGEST * torch.finfo(inputs[0].dtype).eps / 2
-    return bool((error.abs() <= off * step).all())  # false where it is no number
+    return bool((error.abs() <= off * scale).all())  # False for a NaN
 
 
 def _maker(way: Way) -> Maker:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from onptq_vllm.schedules.table import Schedule
 
-FEW_ROWS = 64  # up to here a product waits for weights, beyond for arithmetic
+FEW_ROWS = 64  # up to here a GEMM is bound by reading weights, beyond by arithmetic
 
 # Rows and columns of a tile, and of a warp, by bits of an activation; humming's own tile is tried too.
 WIDE_TILES = {
@@ -33,19 +33,19 @@ ORDERS = (
     (True, 2, 16),
 )
 
-FILLED = 100  # tiles that are enough for a GPU without cutting them
+FILLED = 100  # tiles that fill a GPU without being cut
 NARROW_TILES = ((128, 1), (128, 2), (128, 4), (256, 1), (256, 2))  # columns, and warps that share a sum
 FLIGHTS = ((4, 1), (8, 1), (4, 2), (8, 2), (4, 3), (4, 4))  # stages, and blocks of a multiprocessor
-# Of tiles that no warp of their own fetches.
+# The same for tiles without a warp that only fetches.
 PLAIN_FLIGHTS = ((4, 2), (8, 2), (4, 3), (3, 4), (4, 4), (6, 4), (3, 6), (4, 6))
-# Columns and depth of a tile and depth of a warp in bytes of activations, by the older instruction, which has narrower tiles.
+# Columns and depth of a tile, and depth of a warp in bytes of activations, by the older instruction with narrower tiles.
 OLDER_TILES = ((64, 128, 64), (64, 256, 128), (128, 128, 64), (128, 256, 128))
 OLDER = {"mma_type": "mma", "use_warp_spec": False, "use_tma": False, "use_stream_k": True}
 OLDER_ROWS, OLDER_WARP = 16, 32
 
 
 def candidates(rows: int, own: Schedule, outputs: int, activation_bits: int) -> Iterator[Schedule]:
-    """Not all of them can be built: a tile may not fit into shared memory, or not divide the weight."""
+    """Schedules to try. Not all can be built: a tile may not fit into shared memory, or not divide the weight."""
     if rows > FEW_ROWS:
         yield from _wide(own, outputs, activation_bits)
         return
@@ -55,7 +55,8 @@ def candidates(rows: int, own: Schedule, outputs: int, activation_bits: int) -> 
 
 
 def early(schedule: Schedule) -> Schedule:
-    """The same, set up while the kernel before it still runs; it waits for that one's values before it reads any."""
+    """The same schedule with programmatic dependent launch: set up while the previous kernel runs, waiting for its
+    values."""
     return dict(schedule) | {"use_pdl": True}
 
 

@@ -1,4 +1,4 @@
-"""How long a GPU computes, whatever its host takes to launch it."""
+"""Seconds that a GPU computes, without the launches of its host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ REPLAYS = 3
 
 
 def captured_seconds(operation: Callable[[int], object], calls: int) -> float:
-    """Of one call, the least over replays of a CUDA graph of `calls`; each is told its number."""
+    """Seconds of one call: the least over replays of a CUDA graph of `calls`. `operation` gets the number of its
+    call."""
     torch.cuda.synchronize()
     operation(0)  # compiles, allocates
     graph = torch.cuda.CUDAGraph()
@@ -18,11 +19,11 @@ def captured_seconds(operation: Callable[[int], object], calls: int) -> float:
         for call in range(calls):
             operation(call)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    seen = []
+    seconds = []
     for _ in range(REPLAYS):
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        seen.append(begin.elapsed_time(end) * 1e-3 / calls)
-    return float(min(seen))
+        seconds.append(begin.elapsed_time(end) * 1e-3 / calls)
+    return float(min(seconds))

@@ -1,5 +1,6 @@
-"""Products of a few rows by a kernel of our own, few_rows.cu, which reads codes where humming has put them. Its launches stand
-among humming's schedules in a table."""
+"""GEMMs of a few rows by a kernel of our own, few_rows.cu, which reads codes in humming's layout.
+
+Its launches are entries of a table beside humming's schedules."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from onptq_vllm.schedules.table import Product, Schedule
+from onptq_vllm.schedules.table import Gemm, Schedule
 
 KERNEL = "few_rows"
 MOST = 8  # rows
-SINCE = (9, 0)  # GPUs whose blocks can share a sum
-OUTPUTS, COLUMNS = 64, 16  # of a warp's step
+SINCE = (9, 0)  # compute capability from which blocks form clusters
+OUTPUTS, COLUMNS = 64, 16  # of a warp's iteration
 WARPS, CLUSTERS, DEPTHS = (4, 8, 16), (1, 2, 4, 8), (2, 3, 4, 8)
 
 
@@ -27,67 +28,68 @@ def is_launch(schedule: Schedule) -> bool:
     return schedule.get("kernel") == KERNEL
 
 
-def plain_product(config: str) -> Product | None:
-    """Of humming's LayerConfig as text, unless something is in it that the kernel does not know."""
+def plain_gemm(config: str) -> Gemm | None:
+    """The GEMM of humming's LayerConfig as text; None if it has something that the kernel does not support."""
     layer = json.loads(config)
     values = {layer.get(name) for name in ("a_dtype", "bs_dtype", "c_dtype")}
-    unknown = ("pad_shape_n", "pad_shape_k", "num_experts", "has_zero_point", "use_int_weight_scale")
-    steps = layer.get("weight_scale_type") in ("channel", "group")
-    if len(values) > 1 or any(layer.get(name) for name in unknown) or not steps:
+    unsupported = ("pad_shape_n", "pad_shape_k", "num_experts", "has_zero_point", "use_int_weight_scale")
+    scales = layer.get("weight_scale_type") in ("channel", "group")
+    if len(values) > 1 or any(layer.get(name) for name in unsupported) or not scales:
         return None
     group = int(layer["weight_scale_group_size"])
-    return Product(layer["shape_n"], layer["shape_k"], layer["a_dtype"], layer["b_dtype"], group)
+    return Gemm(layer["shape_n"], layer["shape_k"], layer["a_dtype"], layer["b_dtype"], group)
 
 
-def launches(product: Product, rows: int) -> Iterator[Schedule]:
-    """Those whose warps have at least half as many steps as they keep on their way; none for products it cannot do."""
-    values = product.activations in ("float16", "bfloat16") and product.weights == "uint4"
-    if rows > MOST or not values or product.outputs % OUTPUTS or product.inputs % COLUMNS or product.group % COLUMNS:
+def launches(gemm: Gemm, rows: int) -> Iterator[Schedule]:
+    """Launches whose warps have at least half as many iterations as loads in flight; none for GEMMs it does not
+    support."""
+    values = gemm.activations in ("float16", "bfloat16") and gemm.weights == "uint4"
+    if rows > MOST or not values or gemm.outputs % OUTPUTS or gemm.inputs % COLUMNS or gemm.group % COLUMNS:
         return
     for warps in WARPS:
         for cluster in CLUSTERS:
             for depth in DEPTHS:
-                if warps * cluster * depth <= 2 * (product.inputs // COLUMNS):
+                if warps * cluster * depth <= 2 * (gemm.inputs // COLUMNS):
                     yield {"kernel": KERNEL, "warps": warps, "cluster": cluster, "depth": depth}
 
 
-def source(product: Product, launch: Schedule) -> str:
-    named = {"N": product.outputs, "K": product.inputs, "GROUP": product.group}
+def source(gemm: Gemm, launch: Schedule) -> str:
+    named = {"N": gemm.outputs, "K": gemm.inputs, "GROUP": gemm.group}
     named |= {name.upper(): int(launch[name]) for name in ("warps", "cluster", "depth")}
-    named |= {"BFLOAT16": 1} if product.activations == "bfloat16" else {}
+    named |= {"BFLOAT16": 1} if gemm.activations == "bfloat16" else {}
     text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
     return "".join(f"#define {name} {value}\n" for name, value in named.items()) + text
 
 
 @dataclass(frozen=True)
 class FewRows:
-    """Compiled for the current GPU by humming, which keeps it beside its own kernels."""
+    """A launch, compiled for the current GPU by humming and cached with its own kernels."""
 
-    product: Product
+    gemm: Gemm
     launch: Schedule
     kernel: Any
 
     @classmethod
-    def of(cls, product: Product, launch: Schedule) -> FewRows:
-        kernel = _compiled()(source=source(product, launch))
-        kernel.load_cubin()  # now: where a graph is being captured it may not be
-        return cls(product, launch, kernel)
+    def of(cls, gemm: Gemm, launch: Schedule) -> FewRows:
+        kernel = _compiled()(source=source(gemm, launch))
+        kernel.load_cubin()  # now: not allowed while a graph is captured
+        return cls(gemm, launch, kernel)
 
-    def __call__(self, x: Tensor, codes: Tensor, steps: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         import cuda.bindings.driver as driver  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-        y = x.new_empty(len(x), self.product.outputs)
+        y = x.new_empty(len(x), self.gemm.outputs)
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.launch["cluster"], self.product.outputs // OUTPUTS, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.launch["cluster"], self.gemm.outputs // OUTPUTS, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = 32 * self.launch["warps"], 1, 1
         config.hStream = torch.cuda.current_stream(x.device).cuda_stream
         self.kernel.set_pdl_launch_attribute(config, True)
-        tensors = (codes, x, steps, bias, y)
+        tensors = (codes, x, scales, bias, y)
         values = (*(0 if one is None else one.data_ptr() for one in tensors), len(x))
         types = (*(ctypes.c_void_p for _ in tensors), ctypes.c_uint32)
         (error,) = driver.cuLaunchKernelEx(config, self.kernel.load_cubin(), (values, types), 0)
         if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{self.product}, {self.launch}: {error!r}")
+            raise RuntimeError(f"{self.gemm}, {self.launch}: {error!r}")
         return y
 
 

@@ -1,4 +1,4 @@
-"""One product by humming on a GPU: built with any schedule, checked and timed with weights that the cache does not hold."""
+"""One GEMM by humming on a GPU: built with any schedule, checked, and timed with weights that are not in the cache."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onptq.quantizer.numerics import code_range
-from onptq_vllm.linears.humming import PADDED_COLUMNS, PADDED_OUTPUTS, check_device, rows_with_room
+from onptq.kernels.grid import code_range
+from onptq_vllm.linears.humming import PADDED_COLUMNS, PADDED_OUTPUTS, check_device, codes_with_padded_scales
 from onptq_vllm.schedules.activations import Way, time_rounding
 from onptq_vllm.schedules.candidates import candidates, early
 from onptq_vllm.schedules.captured import captured_seconds
-from onptq_vllm.schedules.few_rows import SINCE, FewRows, is_launch, launches, plain_product
-from onptq_vllm.schedules.table import Product, Schedule
+from onptq_vllm.schedules.few_rows import SINCE, FewRows, is_launch, launches, plain_gemm
+from onptq_vllm.schedules.table import Gemm, Schedule
 
-COLD = 4  # times the second-level cache that weights take, so that each product finds its own in memory
+COLD = 4  # copies of the weight take so many times the L2 cache, so that each call reads its own from memory
 REPLAY, RATE = 2e-3, 1e15  # seconds of a captured graph, at about so many operations a second
-OTHER, BETWEEN_CALLS = 1024, 64  # of a small kernel: values, and calls by which its time is taken
-EARLY_SINCE = (9, 0)  # GPUs that can set a kernel up before the one before it has ended
-BIAS = 0.05  # below what is summed, which it must not hide
-TOLERANCE = 2**-7  # of the largest value: sums are rounded to 16 bits, and again when they have their step
+OTHER, BETWEEN_CALLS = 1024, 64  # of a small kernel between GEMMs: values, and calls by which it is timed
+EARLY_SINCE = (9, 0)  # compute capability from which there is programmatic dependent launch
+BIAS = 0.05  # smaller than the sums, so that it does not hide them
+TOLERANCE = 2**-7  # of the largest value: sums are rounded to 16 bits, and again after they are scaled
 
 
-class HummingProduct:
-    """Random codes; `activation_bits` is 16 or 8, groups of weights as the scheme has them."""
+class HummingGemm:
+    """A GEMM with random codes; `activation_bits` is 16 or 8, `group` 0 or the columns of a weight group."""
 
     def __init__(
         self, outputs: int, inputs: int, weight_bits: int, activation_bits: int, group: int, dtype: torch.dtype
@@ -51,18 +51,18 @@ class HummingProduct:
         ).to(device)
         low, high = code_range(weight_bits)
         codes = torch.randint(0, high - low + 1, (outputs, inputs), device=device, dtype=torch.int32)
-        step = (torch.rand(outputs, inputs // group if group else 1, device=device) * 1e-3 + 1e-4).to(dtype)
+        scale = (torch.rand(outputs, inputs // group if group else 1, device=device) * 1e-3 + 1e-4).to(dtype)
         bias = (BIAS * torch.randn(outputs, device=device)).to(dtype)
-        tensors = {"weight": ops.pack_weight(codes, weight_bits), "weight_scale": step, "bias": bias}
-        self.codes, self.low, self.step, self.bias = codes.to(torch.uint8), low, step, bias
+        tensors = {"weight": ops.pack_weight(codes, weight_bits), "weight_scale": scale, "bias": bias}
+        self.codes, self.low, self.scale, self.bias = codes.to(torch.uint8), low, scale, bias
         layer.load_from_tensors(tensors)
         layer.transform()
         self.layer, self.config = layer, layer.humming_config
-        self.product = Product.of(self.config)
+        self.gemm = Gemm.of(self.config)
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         copies = -(-COLD * cache_bytes // layer.weight.nbytes)
         self.weights = [layer.weight.data.clone() for _ in range(max(2, copies))]
-        # In a model another kernel lies between two products: they cannot overlap, and must not here.
+        # In a model another kernel lies between two GEMMs: they cannot overlap, and must not here.
         self.other = torch.ones(OTHER, device=device)
         self.between = captured_seconds(lambda call: self.other.neg_(), BETWEEN_CALLS)
         self._inputs: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -71,31 +71,33 @@ class HummingProduct:
     def inputs(self, rows: int) -> tuple[Tensor, Tensor | None]:
         if rows not in self._inputs:
             x = torch.randn(rows, self.layer.shape_k, device=self.device).to(self.dtype)
-            self._inputs[rows] = (x, None) if self.activation_bits == 16 else rows_with_room(x, self.activation_bits)
+            self._inputs[rows] = (
+                (x, None) if self.activation_bits == 16 else codes_with_padded_scales(x, self.activation_bits)
+            )
         return self._inputs[rows]
 
     def exact(self, rows: int) -> Tensor:
-        """In float32, rounded once; of the last two numbers of rows, which stand for a span, it is kept."""
+        """The result in float32, rounded once. Those of the last two numbers of rows are cached."""
         if rows not in self._exact:
-            self._exact = dict(list(self._exact.items())[-1:]) | {rows: self._multiply_plainly(rows)}
+            self._exact = dict(list(self._exact.items())[-1:]) | {rows: self._multiply_in_float32(rows)}
         return self._exact[rows]
 
-    def _multiply_plainly(self, rows: int) -> Tensor:
-        x, step = self.inputs(rows)
-        levels = (self.codes.float() + self.low).view(*self.step.shape, -1)
-        weight = levels * self.step.float()[..., None]
-        values = x.float() if step is None else x.float() * step
+    def _multiply_in_float32(self, rows: int) -> Tensor:
+        x, scale = self.inputs(rows)
+        levels = (self.codes.float() + self.low).view(*self.scale.shape, -1)
+        weight = levels * self.scale.float()[..., None]
+        values = x.float() if scale is None else x.float() * scale
         return (values @ weight.flatten(1).T + self.bias.float()).to(self.dtype)
 
     def own(self, rows: int) -> Schedule:
         from humming.tune import get_heuristics_config  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-        found: Schedule = json.loads(json.dumps(get_heuristics_config(self.config, shape_m=rows)))
-        return found
+        schedule: Schedule = json.loads(json.dumps(get_heuristics_config(self.config, shape_m=rows)))
+        return schedule
 
     def candidates(self, rows: int) -> Iterable[Schedule]:
-        yield from candidates(rows, self.own(rows), self.product.outputs, self.activation_bits)
-        plain = plain_product(self.config.to_str())  # None where it is padded
+        yield from candidates(rows, self.own(rows), self.gemm.outputs, self.activation_bits)
+        plain = plain_gemm(self.config.to_str())  # None where it is padded
         if plain is not None and torch.cuda.get_device_capability(self.device) >= SINCE:
             yield from launches(plain, rows)
 
@@ -114,7 +116,7 @@ class HummingProduct:
                     self._few_rows(schedule)
                 else:
                     HummingKernel.prepare_kernels(text, None, json.dumps(schedule), self.device.index or 0)
-            except Exception:  # what does not fit raises what its own checks, the compiler or the driver raise
+            except Exception:  # humming's checks, the compiler or the driver refuse a schedule that does not fit
                 return None
             return schedule
 
@@ -124,43 +126,43 @@ class HummingProduct:
     def right(self, schedule: Schedule, rows: int) -> bool:
         expected = self.exact(rows)
         try:
-            found = self._multiply(self.weights[0], rows, schedule)
+            result = self._multiply(self.weights[0], rows, schedule)
         except RuntimeError:  # built, but the driver does not give it that much shared memory
             return False
-        return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())  # false where it is no number
+        return bool((result - expected).abs().max() <= TOLERANCE * expected.abs().max())  # False for a NaN
 
     def seconds(self, schedule: Schedule, rows: int) -> float:
-        operations = 2 * rows * self.product.outputs * self.product.inputs
+        operations = 2 * rows * self.gemm.outputs * self.gemm.inputs
         calls = max(1, min(len(self.weights), int(REPLAY * RATE / operations)))
 
-        def step(call: int) -> None:
+        def multiply(call: int) -> None:
             self.other.neg_()
             self._multiply(self.weights[call], rows, schedule)
 
-        return captured_seconds(step, calls) - self.between
+        return captured_seconds(multiply, calls) - self.between
 
     def _multiply(self, weight: Tensor, rows: int, schedule: Schedule) -> Tensor:
         from humming.forward import humming_forward  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-        inputs, step = self.inputs(rows)
+        inputs, scale = self.inputs(rows)
         layer: Any = self.layer
         if is_launch(schedule):
             return self._few_rows(schedule)(inputs, weight, layer.weight_scale, layer.bias)
-        product: Tensor = humming_forward(
+        result: Tensor = humming_forward(
             self.config,
             inputs=inputs,
             weight=weight,
             weight_scale=layer.weight_scale,
             bias=layer.bias,
-            input_scale=step,
+            input_scale=scale,
             locks=layer.locks,
             tuning_config=json.dumps(schedule),
         )
-        return product
+        return result
 
     def _few_rows(self, launch: Schedule) -> FewRows:
         with torch.cuda.device(self.device):
-            return FewRows.of(self.product, launch)
+            return FewRows.of(self.gemm, launch)
 
     def rounding(self, way: Way, rows: int) -> tuple[float, float] | None:
-        return time_rounding(way, self.config, rows, self.product.inputs, self.dtype)
+        return time_rounding(way, self.config, rows, self.gemm.inputs, self.dtype)

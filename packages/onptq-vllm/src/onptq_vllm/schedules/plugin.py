@@ -1,4 +1,4 @@
-"""What vLLM calls at its start (entry point `vllm.general_plugins`): it then takes what `onptq tune` found."""
+"""The plugin that vLLM calls at its start (entry point `vllm.general_plugins`), to use the schedules of `onptq tune`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from onptq.errors import OnPTQError
 from onptq_vllm.schedules import decoding, rounding
 from onptq_vllm.schedules.few_rows import is_launch
-from onptq_vllm.schedules.table import Product, Table, overlay, table_path, tables_exist
+from onptq_vllm.schedules.table import Gemm, Table, overlay, table_path, tables_exist
 
 PACKAGE = "humming-kernels"
-MARK = "_onptq_schedules"  # of what took the place of humming's function: vLLM may call more than once in a process
+MARK = "_onptq_schedules"  # attribute of the replaced function: vLLM may call the plugin more than once in a process
 
 logger = logging.getLogger("onptq")
 
 
 def register() -> None:
-    """Without humming, or without a file for this GPU and this version of it, nothing changes."""
+    """Patch humming and vLLM. Without humming, or without a table, nothing changes."""
     if find_spec("humming") is None or not tables_exist():
         return
     _register_schedules()
-    decoding.register(lambda: found_here().products)
-    rounding.register(lambda: {name for name, seconds in found_here().rounding.items() if seconds})
+    decoding.register(lambda: tuned_here().gemms)
+    rounding.register(lambda: {name for name, seconds in tuned_here().rounding.items() if seconds})
     _join_compile_key()
 
 
@@ -39,8 +39,8 @@ def _register_schedules() -> None:
     def get_configs(cls: Any, layer_config: Any, *args: Any, **options: Any) -> Any:
         intervals = own.__func__(cls, layer_config, *args, **options)
         plain = not any(options.get(name) for name in ("use_f16_accum", "use_batch_invariant")) and not args
-        found = found_here().products.get(str(Product.of(layer_config)), ()) if plain else ()
-        schedules = [one for one in found if not is_launch(one.schedule)]
+        tuned = tuned_here().gemms.get(str(Gemm.of(layer_config)), ()) if plain else ()
+        schedules = [one for one in tuned if not is_launch(one.schedule)]
         return overlay(intervals, schedules) if schedules and not layer_config.num_experts else intervals
 
     setattr(get_configs, MARK, True)
@@ -48,17 +48,17 @@ def _register_schedules() -> None:
 
 
 def _join_compile_key() -> None:
-    """vLLM takes a compiled model from its cache where nothing has changed that it knows of: it is told of the table."""
+    """Make the table part of the key of vLLM's compile cache, so that a new table compiles anew."""
     try:
         from vllm import envs  # type: ignore[import-not-found]
     except ImportError:
         return
-    envs.environment_variables["ONPTQ_FOUND"] = lambda: found_here().text()
+    envs.environment_variables["ONPTQ_TUNED"] = lambda: tuned_here().text()
 
 
 @cache
-def found_here() -> Table:
-    """On this GPU, read when the first weights are there; a file that cannot be read is said once and left."""
+def tuned_here() -> Table:
+    """The table of this GPU, read when the first weights are loaded. A file that cannot be read is warned of once."""
     import torch
 
     try:
@@ -71,5 +71,5 @@ def found_here() -> Table:
     except (OnPTQError, PackageNotFoundError) as error:
         logger.warning("%s", error)
         return Table("", "")
-    logger.info("schedules of %d products from %s", len(table.products), path)
+    logger.info("schedules of %d GEMMs from %s", len(table.gemms), path)
     return table

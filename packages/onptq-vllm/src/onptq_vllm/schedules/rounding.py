@@ -1,6 +1,8 @@
-"""What enters vLLM's products is rounded where it is made: by norms, and by an MLP's gates, instead of humming reading again what
-they wrote. Codes go through vLLM's linears as packets (`kernels.packets`), in the place of activations. All of them have the
-steps of the checkpoint's format, absmax / 127.5, where humming's own are absmax / 127."""
+"""Activations in vLLM, rounded by the kernel of the norm or gated MLP that computes them.
+
+humming's own kernel would read them again. Codes go through vLLM's linears as packets (`kernels.packets`), in the place
+of activations. Their scales are those of the checkpoint's format, absmax / 127.5; humming's own are absmax / 127.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,18 @@ from collections.abc import Callable, Container
 from inspect import signature
 from typing import Any
 
-from onptq.kernels.packets import unpacked
-from onptq_vllm.schedules.table import Product
+from onptq.kernels.packets import packet_width, unpacked
+from onptq_vllm.schedules.table import Gemm
 
-MARK = "_onptq_rounds"  # of linears, and of what humming knows of them
+MARK = "_onptq_rounds"  # attribute of linears and of humming's layer configurations
 DECODER = ("self", "positions", "hidden_states", "residual")
 
 logger = logging.getLogger("onptq")
 
 
 def register(chosen: Callable[[], Container[str]]) -> None:
-    """`chosen` names the products for which it was right and lost no time; asked when the first weights are there."""
+    """Patch humming and vLLM. `chosen` returns the GEMMs to round for; it is called when the first weights are
+    loaded."""
     try:
         from humming import forward  # type: ignore[import-not-found, import-untyped, unused-ignore]
         from vllm.model_executor.kernels.linear.mixed_precision.humming import (  # type: ignore[import-not-found]
@@ -28,7 +31,7 @@ def register(chosen: Callable[[], Container[str]]) -> None:
         from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer, Qwen2MLP  # type: ignore[import-not-found]
         from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer  # type: ignore[import-not-found]
     except ImportError as error:
-        logger.warning("activations are rounded by humming: this vLLM or humming is another (%s)", error)
+        logger.warning("activations are rounded by humming: unsupported version of vLLM or humming (%s)", error)
         return
     if hasattr(Qwen2MLP.forward, MARK):
         return
@@ -39,7 +42,7 @@ def register(chosen: Callable[[], Container[str]]) -> None:
         if tuple(signature(layer.forward).parameters) == DECODER:
             _round_normed(layer)
         else:
-            logger.warning("norms do not round: the %s of this vLLM is another", layer.__name__)
+            logger.warning("norms do not round: unsupported %s in this version of vLLM", layer.__name__)
 
 
 def _take_packets(forward: Any) -> None:
@@ -48,12 +51,18 @@ def _take_packets(forward: Any) -> None:
     own, token_codes = forward.may_process_input, operator()
 
     def may_process_input(config: Any, inputs: Any, **options: Any) -> Any:
-        """Codes, scales of groups and scales of tokens. Only marked layers are given packets, which are no activations' width."""
+        """Codes, scales of groups and scales of tokens. A marked layer takes activations or a packet of them."""
         if not getattr(config, MARK, False):
             return own(config, inputs, **options)
-        packet = token_codes(inputs) if inputs.shape[-1] == config.shape_k else inputs
-        codes, step = unpacked(packet, config.shape_k)
-        return codes, None, step
+        columns, packed = inputs.shape[-1], packet_width(config.shape_k, inputs.dtype)
+        if columns not in (config.shape_k, packed):
+            raise ValueError(
+                f"a layer of {config.shape_k} inputs got {columns} columns: expected {config.shape_k} of activations or "
+                f"{packed} of a packet"
+            )
+        packet = token_codes(inputs) if columns == config.shape_k else inputs
+        codes, scale = unpacked(packet, config.shape_k)
+        return codes, None, scale
 
     forward.may_process_input = may_process_input
 
@@ -66,7 +75,7 @@ def _mark(kernel: Any, chosen: Callable[[], Container[str]]) -> None:
         metas = getattr(layer, "humming_metas", None) or {"": getattr(self, "layer_config", None)}
         configs = [one for one in metas.values() if one is not None]
         for one in configs:
-            rounds = _is_whole(one) and str(Product.of(one)) in chosen()
+            rounds = _is_whole(one) and str(Gemm.of(one)) in chosen()
             object.__setattr__(one, MARK, rounds)  # humming's configuration is frozen
         setattr(layer, MARK, bool(configs) and all(getattr(one, MARK) for one in configs))
 

@@ -1,5 +1,4 @@
-"""The search: every schedule that can be built is run, must give the exact product but for rounding, and is timed beside
-humming's own."""
+"""The search: every schedule that can be built is checked against the exact result and timed beside humming's own."""
 
 from __future__ import annotations
 
@@ -9,20 +8,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from onptq_vllm.schedules.activations import Way
-from onptq_vllm.schedules.table import END, Found, Product, Schedule, Seconds
+from onptq_vllm.schedules.table import END, Gemm, Schedule, Seconds, TunedSchedule
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-BEYOND = 8192  # rows from which on all products are alike
+BEYOND = 8192  # rows from which on one schedule serves all
 LEAST = 0.02  # a gain below this may be chance
-NEGLIGIBLE = 1e-6  # seconds a layer may lose with few rows: it takes a hundred times as long
+NEGLIGIBLE = 1e-6  # seconds that a layer may lose with few rows, a hundredth of its time
 FINALISTS = 4  # of the first timing, timed again in turns with humming's own
 TURNS = 5
 
 
 class Bench(Protocol):
-    """A product on a GPU; what cannot be built or run is left out of the answers."""
+    """A GEMM on a GPU. `build` returns the schedules that can be built."""
 
-    product: Product
+    gemm: Gemm
 
     def own(self, rows: int) -> Schedule: ...
 
@@ -37,12 +36,13 @@ class Bench(Protocol):
     def seconds(self, schedule: Schedule, rows: int) -> float: ...
 
     def rounding(self, way: Way, rows: int) -> tuple[float, float] | None:
-        """Seconds of making and rounding what enters it: one after the other, and as one; None where these differ."""
+        """Seconds of computing and rounding its activations, in two kernels and in one; None where the results
+        differ."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows that one schedule is to serve, and those that stand for them."""
+    """Rows that one schedule is to serve, and the numbers of rows that are timed for them."""
 
     above: int
     upto: int
@@ -50,21 +50,21 @@ class Span:
 
 
 def spans(rows: Sequence[int]) -> list[Span]:
-    """Each number stands for what lies between its half, or the number before it, and itself; the largest from BEYOND on for
-    all beyond as well."""
+    """One span per number: from its half, or the number before it, up to itself. The largest, from BEYOND on, has no
+    end."""
     ordered = sorted(set(rows))
-    found = []
+    result = []
     for before, one in zip((0, *ordered), ordered, strict=False):
         above = max(before, one // 2)
         timed = tuple(sorted({max(above + 1, one * 3 // 4), one}))
-        found.append(Span(above, END if one == ordered[-1] and one >= BEYOND else one, timed))
-    return found
+        result.append(Span(above, END if one == ordered[-1] and one >= BEYOND else one, timed))
+    return result
 
 
-def search(bench: Bench, rows: Sequence[int], advance: Callable[[int], None] = lambda n: None) -> list[Found]:
-    """What is faster than humming's own at every number of rows that stands for a span; nothing where nothing is."""
+def search(bench: Bench, rows: Sequence[int], advance: Callable[[int], None] = lambda n: None) -> list[TunedSchedule]:
+    """The schedules that are faster than humming's own at every timed number of rows of their span."""
     built: dict[str, Schedule | None] = {}
-    found = []
+    tuned = []
     for span in spans(rows):
         wanted = {str(one): one for one in bench.candidates(span.upto if span.upto < END else span.timed[-1])}
         fresh = {name: one for name, one in wanted.items() if name not in built}
@@ -72,24 +72,28 @@ def search(bench: Bench, rows: Sequence[int], advance: Callable[[int], None] = l
         built |= {name: one if name in usable else None for name, one in fresh.items()}
         tried = [one for name in wanted if (one := built[name]) is not None]
         if (best := _best(bench, span, tried)) is not None:
-            found.append(best)
+            tuned.append(best)
         advance(1)
-    return found
+    return tuned
 
 
 def search_rounding(
     bench: Bench, way: Way, rows: Sequence[int], advance: Callable[[int], None] = lambda n: None
 ) -> Seconds:
-    """Nothing unless it is right and loses nothing to speak of at any number of rows: its steps are the checkpoint's own."""
-    seen = {}
+    """Seconds of rounding in the kernel that computes the activations; nothing unless it is right and not slower for
+    all rows.
+
+    Its scales are the checkpoint's own.
+    """
+    timed = {}
     for one in sorted(set(rows)):
-        seen[str(one)] = bench.rounding(way, one)
+        timed[str(one)] = bench.rounding(way, one)
         advance(1)
-    found = {name: pair for name, pair in seen.items() if pair is not None and pair[1] <= pair[0] + NEGLIGIBLE}
-    return found if len(found) == len(seen) else {}
+    usable = {name: pair for name, pair in timed.items() if pair is not None and pair[1] <= pair[0] + NEGLIGIBLE}
+    return usable if len(usable) == len(timed) else {}
 
 
-def _best(bench: Bench, span: Span, tried: Sequence[Schedule]) -> Found | None:
+def _best(bench: Bench, span: Span, tried: Sequence[Schedule]) -> TunedSchedule | None:
     own = {rows: bench.own(rows) for rows in span.timed}
     right = [one for one in tried if _right(bench, span, one)]
     times = [(_ratio({rows: (1.0, bench.seconds(one, rows)) for rows in span.timed}), one) for one in right]
@@ -101,7 +105,7 @@ def _best(bench: Bench, span: Span, tried: Sequence[Schedule]) -> Found | None:
     if not faster:
         return None
     seconds, schedule = min(faster, key=lambda pair: _ratio(pair[0]))
-    return Found(span.above, span.upto, schedule, {str(rows): pair for rows, pair in seconds.items()})
+    return TunedSchedule(span.above, span.upto, schedule, {str(rows): pair for rows, pair in seconds.items()})
 
 
 def _right(bench: Bench, span: Span, one: Schedule) -> bool:
@@ -109,17 +113,17 @@ def _right(bench: Bench, span: Span, one: Schedule) -> bool:
 
 
 def _in_turns(bench: Bench, one: Schedule, own: Mapping[int, Schedule]) -> dict[int, tuple[float, float]]:
-    """Medians of turns: a GPU's clock drifts while it is warm."""
-    seen = {}
+    """Medians of seconds of humming's own and of `one`, timed in turns: a GPU's clock drifts."""
+    medians = {}
     for rows, theirs in own.items():
         turns = [(bench.seconds(theirs, rows), bench.seconds(one, rows)) for _ in range(TURNS)]
-        seen[rows] = statistics.median(pair[0] for pair in turns), statistics.median(pair[1] for pair in turns)
-    return seen
+        medians[rows] = statistics.median(pair[0] for pair in turns), statistics.median(pair[1] for pair in turns)
+    return medians
 
 
 def _ratio(seconds: Mapping[int, tuple[float, float]]) -> float:
-    return statistics.mean(found / own for own, found in seconds.values())
+    return statistics.mean(tuned / own for own, tuned in seconds.values())
 
 
 def _worst(seconds: Mapping[int, tuple[float, float]]) -> float:
-    return max(found / own for own, found in seconds.values())
+    return max(tuned / own for own, tuned in seconds.values())

@@ -1,4 +1,4 @@
-"""The products of a decoder layer, as servers join its linears."""
+"""The GEMMs of a decoder layer, as servers join its linears."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onptq.models.family import text_config
 
 
 def joined(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs."""
+    """Outputs and inputs of each GEMM."""
     return {
         "qkv_proj": ((heads + 2 * kv_heads) * head_dim, hidden),
         "o_proj": (hidden, heads * head_dim),
@@ -19,7 +19,7 @@ def joined(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> d
 
 
 def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """From a checkpoint's config.json."""
+    """The same from a checkpoint's config.json."""
     text = text_config(config)
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
     head_dim = text.get("head_dim") or hidden // heads

@@ -1,5 +1,7 @@
-"""What was found on a GPU: for a product and a number of rows, the schedule that takes the place of humming's own, and the
-products whose activations are rounded by the kernel that makes them.
+"""The table of a tuning on a GPU.
+
+It has schedules that replace humming's own for a GEMM and a number of rows, and the GEMMs whose activations are rounded
+by the kernel that computes them.
 
 Standard library only: vLLM reads this in its own environment.
 """
@@ -17,28 +19,28 @@ from typing import Any
 from onptq.errors import OnPTQError
 from onptq.files import atomically, cache_folder
 
-# Names the file; else it lies in OnPTQ's cache folder, one for each GPU and version of humming.
+# Environment variable with the path of the file; by default one per GPU and version of humming in OnPTQ's cache folder.
 FILE = "ONPTQ_SCHEDULES"
-END = 1 << 30  # more rows than any product has
+END = 1 << 30  # more rows than any GEMM has
 
-Schedule = Mapping[str, Any]  # tile shapes, stages and the like, as humming names them
-Seconds = Mapping[str, tuple[float, float]]  # rows -> as it was, as it was found
-Interval = tuple[int, int, Schedule]  # for products of more rows than the first number, up to the second
+Schedule = Mapping[str, Any]  # tile shapes, stages and so on, by humming's names
+Seconds = Mapping[str, tuple[float, float]]  # rows -> humming's own, tuned
+Interval = tuple[int, int, Schedule]  # for more rows than the first number, up to the second
 
 
 @dataclass(frozen=True)
-class Product:
-    """Rows of activations times one weight matrix."""
+class Gemm:
+    """The shape and the operands of a GEMM; the number of rows is left open."""
 
     outputs: int
     inputs: int
     activations: str  # int8, float16, bfloat16
-    weights: str  # uint4, as humming counts codes from zero
-    group: int = 0  # columns that share a step; 0: one step a row
+    weights: str  # uint4: humming's codes begin at zero
+    group: int = 0  # columns that share a scale; 0: one scale per output
 
     @classmethod
-    def of(cls, layer: Any) -> Product:
-        """Of humming's LayerConfig, as padded."""
+    def of(cls, layer: Any) -> Gemm:
+        """The GEMM of humming's LayerConfig, with its padding."""
         group = int(layer.weight_scale_group_size)
         return cls(int(layer.shape_n), int(layer.shape_k), str(layer.a_dtype), str(layer.b_dtype), group)
 
@@ -47,8 +49,8 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Found:
-    """One schedule, and by how much it was faster at the numbers of rows that were timed."""
+class TunedSchedule:
+    """A schedule for more than `above` and up to `upto` rows, and its seconds at the timed numbers of rows."""
 
     above: int
     upto: int
@@ -56,28 +58,29 @@ class Found:
     seconds: Seconds
 
     @property
-    def times(self) -> float:
+    def speedup(self) -> float:
         return mean_ratio(self.seconds)
 
 
 def mean_ratio(seconds: Seconds) -> float:
-    return sum(own / found for own, found in seconds.values()) / len(seconds)
+    """The mean speedup over humming's own."""
+    return sum(own / tuned for own, tuned in seconds.values()) / len(seconds)
 
 
 @dataclass
 class Table:
     device: str
     humming: str
-    products: dict[str, list[Found]] = field(default_factory=dict)
-    rounding: dict[str, Seconds] = field(default_factory=dict)  # what enters it, made and rounded
+    gemms: dict[str, list[TunedSchedule]] = field(default_factory=dict)
+    rounding: dict[str, Seconds] = field(default_factory=dict)  # of computing and rounding the activations of a GEMM
 
     @classmethod
     def read(cls, path: Path) -> Table:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            products = {name: [_read_found(one) for one in found] for name, found in values["products"].items()}
+            gemms = {name: [_read_tuned(one) for one in spans] for name, spans in values["products"].items()}
             rounding = {name: _read_seconds(seconds) for name, seconds in values.get("rounding", {}).items()}
-            return cls(values["device"], values["humming"], products, rounding)
+            return cls(values["device"], values["humming"], gemms, rounding)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise OnPTQError(
                 f"cannot read schedules from {path}: {error!r}; `onptq tune FOLDER` writes them"
@@ -86,30 +89,36 @@ class Table:
     def check(self, path: Path, device: str, humming: str) -> None:
         if (self.device, self.humming) != (device, humming):
             raise OnPTQError(
-                f"{path} is of {self.device}, humming {self.humming}; here are {device}, humming {humming}: expected another file"
+                f"{path} was tuned on {self.device} with humming {self.humming}; expected a file for {device}, humming {humming}"
             )
 
     def text(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        values = {"products" if name == "gemms" else name: value for name, value in asdict(self).items()}
+        return json.dumps(values, indent=1) + "\n"
 
     def write(self, path: Path) -> None:
         with atomically(path) as part:
             part.write_text(self.text(), encoding="utf-8")
 
 
-def _read_found(values: Mapping[str, Any]) -> Found:
-    """Of a schedule only numbers and plain words: humming writes them into the source of a kernel."""
+def _read_tuned(values: Mapping[str, Any]) -> TunedSchedule:
+    """An entry of the file. Its schedule may hold numbers and plain words only: humming writes them into a kernel's
+    source."""
     for name, value in values["schedule"].items():
         words = value if isinstance(value, list) else [value]
         if not all(
             one is None or isinstance(one, int) or re.fullmatch(r"[a-z0-9_]{1,32}", one) for one in [name, *words]
         ):
-            raise ValueError(f"{name}: {value!r} is no part of a schedule")
-    return Found(int(values["above"]), int(values["upto"]), values["schedule"], _read_seconds(values["seconds"]))
+            raise ValueError(
+                f"{name}: {value!r} is not part of a schedule; expected numbers and words of a-z, 0-9 and _"
+            )
+    return TunedSchedule(
+        int(values["above"]), int(values["upto"]), values["schedule"], _read_seconds(values["seconds"])
+    )
 
 
 def _read_seconds(values: Mapping[str, Any]) -> Seconds:
-    return {str(rows): (float(own), float(found)) for rows, (own, found) in values.items()}
+    return {str(rows): (float(own), float(tuned)) for rows, (own, tuned) in values.items()}
 
 
 def table_path(device: str, humming: str) -> Path:
@@ -120,7 +129,7 @@ def table_path(device: str, humming: str) -> Path:
 
 
 def tables_exist() -> bool:
-    """Of whatever GPU: to ask which one is here takes its driver."""
+    """Whether there is a table of any GPU: the name of this one needs its driver."""
     return FILE in os.environ or any(_folder().glob("*.json"))
 
 
@@ -128,18 +137,18 @@ def _folder() -> Path:
     return cache_folder() / "schedules"
 
 
-def overlay(own: Sequence[Interval], found: Sequence[Found]) -> list[list[Any]]:
-    """humming's intervals of rows with those that were found in their place; lists, as humming makes them."""
-    found = sorted(found, key=lambda one: one.above)
-    kept: list[list[Any]] = [[one.above, one.upto, dict(one.schedule)] for one in found]
+def overlay(own: Sequence[Interval], tuned: Sequence[TunedSchedule]) -> list[list[Any]]:
+    """humming's intervals of rows, replaced by the tuned ones; as lists, like humming's."""
+    tuned = sorted(tuned, key=lambda one: one.above)
+    intervals: list[list[Any]] = [[one.above, one.upto, dict(one.schedule)] for one in tuned]
     for above, upto, schedule in own:
         at = above
-        for one in found:
+        for one in tuned:
             if one.upto <= at or one.above >= upto:
                 continue
             if one.above > at:
-                kept.append([at, one.above, dict(schedule)])
+                intervals.append([at, one.above, dict(schedule)])
             at = min(one.upto, upto)
         if at < upto:
-            kept.append([at, upto, dict(schedule)])
-    return sorted(kept, key=lambda interval: int(interval[0]))
+            intervals.append([at, upto, dict(schedule)])
+    return sorted(intervals, key=lambda interval: int(interval[0]))

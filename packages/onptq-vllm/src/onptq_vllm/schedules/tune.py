@@ -1,4 +1,4 @@
-"""Tune a checkpoint's products on this GPU, one after another; what is found is written as it comes."""
+"""Tune the GEMMs of a checkpoint on this GPU, one after another; the table is written after each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onptq_vllm.schedules.activations import WAYS
 from onptq_vllm.schedules.plugin import PACKAGE
 from onptq_vllm.schedules.search import Bench, search, search_rounding
 from onptq_vllm.schedules.shapes import shapes_of
-from onptq_vllm.schedules.table import Found, Seconds, Table, table_path
+from onptq_vllm.schedules.table import Seconds, Table, TunedSchedule, table_path
 
 MakeBench = Callable[[int, int, int, int, int, torch.dtype], Bench]
 
@@ -30,47 +30,50 @@ def tune(
     path: Path | None,
     reporter: Reporter,
     make: MakeBench | None = None,
-) -> tuple[Path, dict[str, list[Found]], dict[str, Seconds]]:
-    """By linear what was found, for it and for what enters it. `make` is humming on the GPU unless another is to be timed."""
+) -> tuple[Path, dict[str, list[TunedSchedule]], dict[str, Seconds]]:
+    """Write the table; return its path, the tuned schedules by linear, and the seconds of rounding by linear.
+
+    `make` builds the GEMM to be timed; without it that is humming on the GPU.
+    """
     if dtype not in DTYPES:
         raise OnPTQError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if scheme.activation_bits not in (8, 16) or scheme.weight_bits > 8:
-        raise OnPTQError(f"{scheme}: no server multiplies it; expected weights of at most 8 bits and A8 or A16")
+        raise OnPTQError(f"{scheme}: no server computes it; expected weights of at most 8 bits and A8 or A16")
     if make is None:
         make, table = _humming()
     else:
         table = Table("", "")
     path = path or table_path(table.device, table.humming)
     if path.is_file():
-        known = Table.read(path)
-        known.check(path, table.device, table.humming)
-        table = known
+        earlier = Table.read(path)
+        earlier.check(path, table.device, table.humming)
+        table = earlier
     shapes = shapes_of(source.config)
-    found: dict[str, list[Found]] = {}
+    tuned: dict[str, list[TunedSchedule]] = {}
     rounding: dict[str, Seconds] = {}
     rounds = scheme.activation_bits == 8
     with reporter.phase("Tune", total=(1 + rounds) * len(shapes) * len(set(rows)), unit="spans of rows") as bar:
         for name, (outputs, inputs) in shapes.items():
             bits = scheme.weight_bits, scheme.activation_bits
             bench = make(outputs, inputs, *bits, scheme.group_size or 0, DTYPES[dtype])
-            found[name] = search(bench, rows, bar.advance)
-            table.products[str(bench.product)] = found[name]
+            tuned[name] = search(bench, rows, bar.advance)
+            table.gemms[str(bench.gemm)] = tuned[name]
             if rounds:
                 rounding[name] = search_rounding(bench, WAYS[name], rows, bar.advance)
-                table.rounding[str(bench.product)] = rounding[name]
+                table.rounding[str(bench.gemm)] = rounding[name]
             table.write(path)
-    return path, found, rounding
+    return path, tuned, rounding
 
 
 def _humming() -> tuple[MakeBench, Table]:
     if not torch.cuda.is_available():
-        raise OnPTQError("there is no GPU here; schedules are found on the GPU that will serve")
+        raise OnPTQError("no CUDA GPU: expected the GPU that will serve")
     try:
-        found = version(PACKAGE)
+        installed = version(PACKAGE)
     except PackageNotFoundError as error:
-        raise OnPTQError(f"{PACKAGE} is not installed, whose products these are: pip install {PACKAGE}") from error
+        raise OnPTQError(f"tuning needs {PACKAGE}: pip install {PACKAGE}") from error
     if find_spec("humming.forward") is None:
-        raise OnPTQError(f"{PACKAGE} {found} is too old; expected 0.1.17 or later")
-    from onptq_vllm.schedules.humming import HummingProduct
+        raise OnPTQError(f"{PACKAGE} {installed} is too old; expected 0.1.17 or later")
+    from onptq_vllm.schedules.humming import HummingGemm
 
-    return HummingProduct, Table(torch.cuda.get_device_name(), found)
+    return HummingGemm, Table(torch.cuda.get_device_name(), installed)

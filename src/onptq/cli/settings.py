@@ -1,0 +1,63 @@
+"""What several commands read alike: the recipe from its options, the reporter, the folder by default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onptq.checkpoint.catalogs import is_cataloged
+from onptq.errors import OnPTQError
+
+if TYPE_CHECKING:
+    from onptq.progress import Reporter
+    from onptq.recipe import Recipe
+
+ZOO = "zoo:"
+SCHEME_HELP = "W4A16, W8A8, W4A8, W4A6, any WbAb; -gN and -asym with A16."
+METHOD_HELP = (
+    "onptq; its controls static (gamma 0), uniform (no risk) and offpolicy (the dense model's rollouts); or a base method: "
+    "`onptq list methods`."
+)
+PRESET_HELP = "light, default, best, paper or zoo (few prompts and one round: two minutes on two cores)."
+PRESET_DEFAULT = "zoo for models of the zoo, else default"
+ON_BAD_PROMPT_HELP = "Stop at prompts that cannot be used, or leave them out and say which."
+EMBEDDED_HELP = "; named models bring their own: zoo:mix of all tasks, or zoo:captions."
+DEVICE_HELP = "auto, cpu, cuda or cuda:N."
+INIT_HELP = "The base method that calibration starts from: `onptq list methods`."
+
+
+def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, Any], changes: list[str]) -> Recipe:
+    """The preset or recipe file, changed by the options that were given, then by --set."""
+    from onptq.overrides import parse_override
+    from onptq.recipe import Recipe
+
+    overrides = {name: value for name, value in options.items() if value is not None}
+    overrides.update(map(parse_override, changes))
+    if file is None:
+        return Recipe.preset("default" if preset is None else preset, overrides)
+    if preset is not None:
+        raise OnPTQError("expected one of --preset and --recipe, got both")
+    return Recipe.from_yaml(file, overrides)
+
+
+def make_reporter(quiet: bool, json: bool) -> Reporter:
+    from onptq.progress import JsonReporter, QuietReporter, RichReporter
+
+    if quiet and json:
+        raise OnPTQError("expected one of --quiet and --json, got both")
+    return QuietReporter() if quiet else JsonReporter() if json else RichReporter()
+
+
+def use_one_thread() -> None:
+    """Compute on one thread: GEMMs of models this small gain little from a second, and wait long where a core is busy."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def short_name(model: str) -> str:
+    """The last part of a model's name, for folders named after it."""
+    return model.split(":", 1)[1] if is_cataloged(model) else Path(model).resolve().name

@@ -1,0 +1,65 @@
+"""The policy and the prompts of a run, with the caches that its rounds share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from onptq.engine.budget import BatchBudget, Budgets
+from onptq.engine.prefixes import Prefixes
+from onptq.models.encoding import EncodedPrompt
+from onptq.models.language_model import Side
+from onptq.quantizer.policy import Policy
+from onptq.quantizer.theta import Theta
+from onptq.recipe import Recipe
+from onptq.run import Run
+
+FITS = "room.json"  # the tokens and prompts that fit into memory at once, where that is less than the recipe says
+
+
+class Inputs:
+    """Calibration and held-out prompts under one policy. Prefixes of D are cached for good, those of Q until it changes."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: Sequence[EncodedPrompt],
+        holdout: Sequence[EncodedPrompt],
+        recipe: Recipe,
+        run: Run,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.policy, self.prompts, self.budgets = policy, prompts, Budgets.of(policy, recipe)
+        self.tokens = batch_budget(run, "tokens", recipe.compute.batch_tokens, warn)
+        self.update_prompts = batch_budget(run, "prompts", recipe.calibrate.micro_batch, warn)
+        self.prefixes = self._prefixes(prompts, recipe.follow.max_tokens)
+        self.held_out = self._prefixes(holdout, recipe.follow.max_tokens) if holdout else None
+
+    def speak_as(self, theta: Theta) -> None:
+        """Make Q what theta folds to."""
+        if self.budgets.keep == "nothing":
+            self.policy.attach(theta)
+        else:
+            self.policy.freeze(theta, keep=self.budgets.keep)
+        self.forget("Q")
+
+    def forget(self, side: Side) -> None:
+        """Free the memory of one side's prefixes."""
+        for prefixes in (self.prefixes, self.held_out):
+            if prefixes is not None:
+                prefixes.forget(side)
+
+    def _prefixes(self, prompts: Sequence[EncodedPrompt], max_tokens: int) -> Prefixes:
+        budget = self.budgets.prefixes
+        return Prefixes(self.policy, prompts, max_tokens=max_tokens, batch_tokens=self.tokens, budget=budget)
+
+
+def batch_budget(run: Run, unit: str, size: int, warn: Callable[[str], None]) -> BatchBudget:
+    """A batch budget of `size`, or of what fitted into memory when the run was last worked on."""
+
+    def fitting() -> dict[str, int]:
+        return run.read_json(FITS) if run.has(FITS) else {}
+
+    def keep(size: int) -> None:
+        run.write_json(fitting() | {unit: size}, FITS)
+
+    return BatchBudget(min(size, fitting().get(unit, size)), unit, warn=warn, keep=keep)

@@ -1,0 +1,195 @@
+"""Metrics: ratios over items and over prompts, named, with which way is better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onptq.bank import MISMATCH, States
+from onptq.evaluate.answers import Answer
+from onptq.evaluate.critical import Margins
+from onptq.evaluate.scores import paired
+from onptq.evaluate.statistics import Column, Measure, Part
+from onptq.evaluate.tasks import Item
+
+PROMPTS = "prompts"  # the stratum of held-out prompts; tasks are strata of their own
+
+
+@dataclass(frozen=True)
+class Label:
+    """How a measure is called and shown, and whether less of it is better."""
+
+    name: str
+    less_is_better: bool = True
+    percent: bool = False
+    digits: int = 1
+
+
+BEHAVIOUR = {
+    "kl": Label("KL", digits=4),
+    "js": Label("JS", digits=4),
+    "mismatch": Label("mismatch", percent=True),
+    "erosion": Label("erosion", digits=3),
+    "first_fork": Label("first fork", less_is_better=False),
+    "js_before_fork": Label("JS before the fork", digits=4),
+    "js_after_fork": Label("JS after the fork", digits=4),
+    "kl_before_fork": Label("KL before the fork", digits=4),
+    "kl_after_fork": Label("KL after the fork", digits=4),
+    "js_at_fork": Label("JS at the fork", digits=4),
+    "forked": Label("prompts with a fork", percent=True),
+}
+# On the joint-critical states that all candidates of a scheme share, not on a candidate's own.
+CRITICAL = {
+    "critical_flips": Label("margin flips", percent=True),
+    "critical_erosion": Label("critical erosion", digits=3),
+}
+# Numerator and denominator of each, among the sums of `per_prompt`; the mean over prompts where the latter is absent.
+_RATIOS: Mapping[str, tuple[str, str | None]] = {
+    "kl": ("kl", "states"),
+    "js": ("js", "states"),
+    "mismatch": ("mismatches", "states"),
+    "erosion": ("erosion", "states"),
+    "first_fork": ("common", None),
+    "forked": ("forked", None),
+} | {
+    f"{divergence}_{side}": (f"{divergence}_{side}", f"states_{side}")
+    for divergence, side in (
+        ("js", "before_fork"),
+        ("js", "after_fork"),
+        ("js", "at_fork"),
+        ("kl", "before_fork"),
+        ("kl", "after_fork"),
+    )
+}
+CHANGES = {
+    "flips": Label("flips", percent=True),
+    "changed": Label("answers changed", percent=True),
+    "changed_wrong": Label("changed though wrong before and after", percent=True),
+}
+AVERAGE = "average"
+
+
+def labels(items: Sequence[Item]) -> dict[str, Label]:
+    """Every measure there can be, in the order of the report."""
+    scores = {item.task: Label(item.task, item.measure == "word errors", percent=True) for item in items}
+    scores = {
+        task: Label(f"{task} WER", True, True) if label.less_is_better else label for task, label in scores.items()
+    }
+    if any(not label.less_is_better for label in scores.values()):
+        scores[AVERAGE] = Label("average score", False, True)
+    return scores | CHANGES | BEHAVIOUR | CRITICAL
+
+
+def score_measures(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, Measure]:
+    """One per task, and their unweighted mean where more is better."""
+    measures, averaged = {}, []
+    for task, (of_task, given) in _by_task(items, answers).items():
+        part = Part(task, np.array([one.points for one in given]), np.array([one.total for one in given]))
+        measures[task] = Measure((part,), 100)
+        if of_task[0].measure != "word errors":
+            averaged.append(part)
+    return measures | ({AVERAGE: Measure(tuple(averaged), 100, "mean")} if averaged else {})
+
+
+def change_measures(items: Sequence[Item], dense: Sequence[Answer], other: Sequence[Answer]) -> dict[str, Measure]:
+    """Flips of correctness, texts that changed, and those of them that are wrong before and after; over all tasks."""
+    before, after = _by_task(items, dense), _by_task(items, other)
+    parts: dict[str, list[Part]] = {name: [] for name in CHANGES}
+    for task, (of_task, was) in before.items():
+        now = after[task][1]
+        ones = np.ones(len(of_task))
+        changed = np.array([old.text != new.text for old, new in zip(was, now, strict=True)])
+        parts["changed"].append(Part(task, changed.astype(np.float64), ones))
+        if of_task[0].measure == "accuracy":
+            right_before, right_after = right(was), right(now)
+            wrong_twice = changed & ~right_before & ~right_after
+            parts["flips"].append(Part(task, (right_before != right_after).astype(np.float64), ones))
+            parts["changed_wrong"].append(Part(task, wrong_twice.astype(np.float64), ones))
+    return {name: Measure(tuple(each), 100) for name, each in parts.items() if each}
+
+
+def behaviour_measures(states: States, prompts: Sequence[int]) -> dict[str, Measure]:
+    sums = per_prompt(states, prompts)
+    ones = np.ones(len(prompts))
+    return {
+        name: Measure(
+            (Part(PROMPTS, sums[top], ones if bottom is None else sums[bottom]),), 100 if BEHAVIOUR[name].percent else 1
+        )
+        for name, (top, bottom) in _RATIOS.items()
+    }
+
+
+def critical_measures(margins: Margins, prompts: Sequence[int]) -> dict[str, Measure]:
+    """Of the joint-critical states, how many have lost their margin, and how much of it each has lost on average."""
+    order = {prompt: place for place, prompt in enumerate(prompts)}
+    place = np.array([order[prompt] for prompt in margins.prompt[margins.critical].tolist()], np.int64)
+    quant, dense = margins.quant[margins.critical], margins.dense[margins.critical]
+
+    def total(values: Column) -> Column:
+        return np.bincount(place, values.astype(np.float64), minlength=len(prompts))
+
+    count = total(np.ones(len(place)))
+    return {
+        "critical_flips": Measure((Part(PROMPTS, total(quant < 0), count),), 100),
+        "critical_erosion": Measure((Part(PROMPTS, total(np.maximum(dense - quant, 0)), count),)),
+    }
+
+
+def right(answers: Sequence[Answer]) -> Column:
+    return np.array([one.points == one.total for one in answers], np.bool_)
+
+
+def judged(items: Sequence[Item], answers: Sequence[Answer]) -> Column:
+    """Which items were answered right, of those that are either right or wrong, in the order of the items."""
+    return right([one for item, one in paired(items, answers) if item.measure == "accuracy"])
+
+
+def _by_task(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, tuple[list[Item], list[Answer]]]:
+    tasks: dict[str, tuple[list[Item], list[Answer]]] = {}
+    for item, given in paired(items, answers):
+        of_task, answered = tasks.setdefault(item.task, ([], []))
+        of_task.append(item)
+        answered.append(given)
+    return tasks
+
+
+def per_prompt(states: States, prompts: Sequence[int]) -> dict[str, Column]:
+    """Sums over each prompt's states, in the order of `prompts`: what a cluster bootstrap by prompt resamples.
+
+    The first fork is the first state whose decision differs; up to it both models, answering alone, say the same.
+    States before it, the fork itself and states after it are summed apart.
+    """
+    order = {prompt: place for place, prompt in enumerate(prompts)}
+    place = np.array([order[prompt] for prompt in states.prompt.tolist()], np.int64)
+    count = len(prompts)
+
+    def total(values: Column) -> Column:
+        return np.bincount(place, values.astype(np.float64), minlength=count)
+
+    mismatch = states.kind == MISMATCH
+    fork = np.full(count, np.inf)
+    np.minimum.at(fork, place[mismatch], states.t[mismatch])
+    lengths = total(np.ones(len(states)))
+    sides = {
+        "before_fork": states.t < fork[place],
+        "at_fork": states.t == fork[place],
+        "after_fork": states.t > fork[place],
+    }
+    sums = {
+        "states": lengths,
+        "mismatches": total(mismatch),
+        "erosion": total(states.erosion),
+        "js": total(states.js),
+        "kl": total(states.kl),
+        "common": np.where(np.isfinite(fork), fork - 1, lengths),
+        "forked": np.isfinite(fork).astype(np.float64),
+    }
+    for side, chosen in sides.items():
+        sums |= {
+            f"states_{side}": total(chosen),
+            f"js_{side}": total(states.js * chosen),
+            f"kl_{side}": total(states.kl * chosen),
+        }
+    return sums

@@ -1,0 +1,171 @@
+"""Seconds of each phase: the tokens and forwards of a recipe at the rates of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from onptq.checkpoint.write import storage_format
+from onptq.cycle.branch import ROW_TOKENS
+from onptq.engine.budget import Held
+from onptq.methods.layerwise import RESPONSE_TOKENS
+from onptq.methods.search import RATIOS, SAMPLE_TOKENS, STRENGTHS
+from onptq.plan.machine import Gpu
+from onptq.plan.parts import Shapes
+from onptq.plan.work import Work
+from onptq.schemes import Scheme
+
+# On an H200: the share of the data sheet's rate that eager forwards of a 7B decoder reach, and the seconds that the
+# host takes to start the kernels of a block and that a graph takes to replay them.
+SHARE_OF_PEAK, STARTED, REPLAYED = 0.5, 1e-3, 3e-4
+WEIGHT_PASSES = 3  # over a 16-bit weight that is read, rounded by a kernel and multiplied
+LOGIT_PASSES = 15  # over float32 logits: softmax, divergence, argmax
+LEARNING = 3  # GEMMs of a forward and its backward for each of the forward: gradients of inputs and of weights
+# Per second, typical of one NVMe disk and of one core.
+READ_BYTES, WRITTEN_BYTES, PACKED_CODES, PROCESSED_PATCHES = 4e9, 1e9, 3e8, 4e4
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that one block takes for a forward, whatever its tokens, and for each token."""
+
+    forward: float
+    token: float
+
+    def __mul__(self, times: float) -> Pace:
+        return Pace(times * self.forward, times * self.token)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device runs a block of the model, and its head."""
+
+    dense: Pace  # D
+    quantized: Pace  # Q, frozen
+    decoding: Pace  # Q, one token of every row at a time
+    rounding: Pace  # Q whose weights theta rounds anew: forward and backward
+    learning: Pace  # Q as Calibrate learns it: the same, or settled codes under theta's scales
+    state: float  # the logits of one state and a divergence of them
+    slowdown: float = (
+        1.0  # of the run's threads beside a single undisturbed one; above 1 other processes hold the cores
+    )
+
+
+def datasheet_rates(gpu: Gpu, shapes: Shapes, keep: Held) -> Rates:
+    """The rates of a GPU that is not here, in 16 bits. `keep` says what is held of Q's weights."""
+    flops, bandwidth = SHARE_OF_PEAK * gpu.bf16 * 1e12, gpu.bandwidth * 1e9
+    read = 2 * shapes.block / bandwidth
+    dense = Pace(STARTED + read, 2 * shapes.block / flops)
+    token = dense.token * (gpu.bf16 / gpu.int8 if keep == "integers" else 1)
+    weights = read if keep in ("integers", "floats") else WEIGHT_PASSES * read
+    learning = Pace(STARTED + WEIGHT_PASSES * read, dense.token) * LEARNING
+    state = shapes.vocabulary * (2 * shapes.hidden / flops + LOGIT_PASSES * 4 / bandwidth)
+    return Rates(dense, Pace(STARTED + weights, token), Pace(REPLAYED + weights, token), learning, learning, state)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds by phase, all rounds together."""
+
+    shapes: Shapes
+    work: Work
+    scheme: Scheme
+    rates: Rates
+    read_bytes: int  # of the checkpoint
+    written_bytes: int
+    on_gpu: bool
+
+    def phases(self) -> Mapping[str, float]:
+        """The seconds of every phase that the recipe has, in the order of the run."""
+        phases: dict[str, Callable[[], float]] = {
+            "Load": lambda: 2 * self.read_bytes / READ_BYTES,  # to hash, then to load
+            "Encode": self.encode,
+            "Initialize": self.initialize,
+            "Follow": self.follow,
+            "Compare": self.compare,
+            "Branch": self.branch,
+            "Calibrate": self.calibrate,
+            "Export": lambda: self.written_bytes / WRITTEN_BYTES + (0.0 if self.on_gpu else self.packing()),
+            "Verify": lambda: self.written_bytes / READ_BYTES + self.packing(),
+        }
+        return {name: phases[name]() for name in self.work.phases}
+
+    def decoder(self, pace: Pace, tokens: float, forwards: float) -> float:
+        """`tokens` in `forwards` calls through all blocks."""
+        return self.shapes.layers * (forwards * pace.forward + tokens * pace.token)
+
+    def packing(self) -> float:
+        """All codes, packed or unpacked on the host."""
+        return self.shapes.linears / PACKED_CODES if storage_format(self.scheme) == "pack-quantized" else 0.0
+
+    def encode(self) -> float:
+        """Processor and towers: every patch or frame meets every parameter of a tower once."""
+        units = self.work.every * self.work.media_tokens * self.shapes.patches
+        towers = units * (self.shapes.vision + self.shapes.audio) / self.shapes.block
+        return towers * self.rates.dense.token + units / PROCESSED_PATCHES
+
+    def initialize(self) -> float:
+        work, rates, every = self.work, self.rates, self.work.prompts * self.work.answered
+        if work.recipe.init == "rtn":
+            return self.decoder(rates.rounding, 0, 1 / LEARNING)
+        batches = ceil(every / work.recipe.compute.batch_tokens)
+        seconds = self.decoder(rates.dense, work.prompts * work.prompt_tokens, batches)
+        seconds += self.decoder(rates.decoding, work.prompts * RESPONSE_TOKENS, batches * RESPONSE_TOKENS)
+        if work.recipe.init != "signround":
+            tried = len(STRENGTHS) + len(RATIOS) + 2
+            seconds += self.decoder(rates.dense, every, work.prompts)
+            seconds += self.decoder(rates.rounding, tried * min(SAMPLE_TOKENS, every), tried) / LEARNING
+        if work.start_rounds:
+            steps, passes = work.start_steps, work.start_looks + 2  # hidden states of D and of Q for the next block
+            seconds += self.decoder(rates.rounding, steps * work.start_rows * work.answered, steps)
+            seconds += self.decoder(rates.rounding, passes * every, passes * work.prompts / work.start_rows) / LEARNING
+        return seconds
+
+    def _everybody(self, once: Callable[[int, int], float]) -> float:
+        """`once(prompts, batches)`: calibration prompts in every round, held-out ones whenever they are followed."""
+        work = self.work
+        held_out = once(work.holdout, ceil(work.holdout / work.rows))
+        return work.banks * once(work.prompts, ceil(work.prompts / work.rows)) + work.held_out_passes * held_out
+
+    def follow(self) -> float:
+        work, rates = self.work, self.rates
+
+        def once(prompts: int, batches: int) -> float:
+            tokens = prompts * work.response_tokens
+            prefill = self.decoder(rates.quantized, prompts * work.prompt_tokens, batches)
+            decoded = self.decoder(rates.decoding, tokens, batches * work.response_tokens)
+            return prefill + decoded + tokens * rates.state / 2
+
+        return self._everybody(once) + work.banks * self.decoder(rates.rounding, 0, 1 / LEARNING)
+
+    def compare(self) -> float:
+        """D and Q over the responses; D reads the prompts too, once."""
+        work, rates = self.work, self.rates
+
+        def once(prompts: int, batches: int) -> float:
+            tokens = prompts * work.response_tokens
+            both = (self.decoder(pace, tokens, batches) for pace in (rates.dense, rates.quantized))
+            return sum(both) + 2 * tokens * rates.state
+
+        prefill = self.decoder(rates.dense, work.every * work.prompt_tokens, ceil(work.every / work.rows))
+        return self._everybody(once) + prefill
+
+    def branch(self) -> float:
+        """Q takes horizon - 1 steps over all branches of a batch at once; D reads them in one forward."""
+        work, rates, horizon = self.work, self.rates, self.work.recipe.branch.horizon
+        grown, read = 2 * work.candidates * (horizon - 1), 2 * work.candidates * horizon
+        trees = ceil(read / (work.rows * ROW_TOKENS)) + ceil(work.prompts / work.rows)
+        seconds = self.decoder(rates.quantized, grown, trees * (horizon - 1)) + self.decoder(rates.dense, read, trees)
+        return work.banks * (seconds + (grown / 2 + read) * rates.state)
+
+    def calibrate(self) -> float:
+        """Updates, which run every block once more where they checkpoint; evaluations; D's hidden states as targets."""
+        work, rates, calibrate = self.work, self.rates, self.work.recipe.calibrate
+        length = work.length if work.decisions else work.prompt_tokens
+        read = calibrate.epochs * work.prompts
+        updates = self.decoder(rates.learning, read * length, read / work.micro_batch)
+        evaluations = self.decoder(rates.learning, work.judged * work.length, work.judged / work.micro_batch) / LEARNING
+        seconds = updates * (1 + calibrate.checkpointing / LEARNING) + evaluations
+        seconds += self.decoder(rates.dense, work.every * length, work.every)
+        return work.recipe.rounds * (seconds + 2 * LEARNING * calibrate.epochs * work.decisions * rates.state)

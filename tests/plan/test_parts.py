@@ -1,0 +1,87 @@
+"""What a run quantizes and copies, read from headers alone."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from conftest import FAMILIES, Tiny
+from plan_models import GIB, write_sparse
+from safetensors.torch import load_file, save_file
+
+import onptq
+from onptq.checkpoint.source import find_source
+from onptq.plan.parts import AUDIO, EMBEDDINGS, LINEARS, OTHER_MODELS, VISION, Part, Parts, find_parts
+from onptq.recipe import Recipe
+from onptq.schemes import Scheme
+
+
+def parts_of(folder: Path, scheme: str = "W4A8") -> Parts:
+    return find_parts(find_source(folder), Scheme.parse(scheme))
+
+
+def by_name(parts: Parts) -> Mapping[str, Part]:
+    return {part.name: part for part in parts.parts}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_the_decoders_linears_are_quantized_in_every_family(tiny: Callable[[str], Tiny], family: str) -> None:
+    folder = tiny(family).folder
+    parts = parts_of(folder)
+    named, tensors = by_name(parts), load_file(folder / "model.safetensors")
+    assert [name for name, part in named.items() if part.quantized] == [LINEARS]
+    assert named[LINEARS].modules == 7 * 2
+    assert sum(part.bytes for part in parts.parts) == sum(tensor.nbytes for tensor in tensors.values())
+    assert (VISION in named) == any("visual." in name for name in tensors)
+    assert (AUDIO in named) == any("audio_tower." in name for name in tensors)
+    assert (OTHER_MODELS in named) == any(name.startswith("talker.") for name in tensors)
+    assert named[LINEARS].output_bytes < 0.3 * named[LINEARS].bytes
+    assert not parts.unmatched
+
+
+@pytest.mark.parametrize("scheme", ["W4A8", "W8A8", "W4A16-g32-asym"])
+def test_the_output_is_as_large_as_said(small: Path, tmp_path: Path, scheme: str) -> None:
+    out = tmp_path / "out"
+    onptq.quantize(small, out, recipe=Recipe.preset("default", {"scheme": scheme, "method": "rtn"}), verify=False)
+    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    assert parts_of(small, scheme).output_bytes == pytest.approx(written, rel=0.1)
+
+
+def test_a_7b_model_is_read_from_its_headers_alone(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
+    seven = write_sparse(tmp_path, "qwen2.5-vl-7b", tiny("qwen2.5-vl").folder)
+    shards = list(seven.glob("*.safetensors"))
+    assert sum(shard.stat().st_size for shard in shards) > 15 * GIB
+    assert sum(shard.stat().st_blocks * 512 for shard in shards) < 2**20
+    began = time.monotonic()
+    parts = parts_of(seven)
+    assert time.monotonic() - began < 5
+    named = by_name(parts)
+    assert named[LINEARS].parameters == 28 * (2 * 3584**2 + 2 * 512 * 3584 + 3 * 18944 * 3584) + 28 * (3584 + 2 * 512)
+    assert named[EMBEDDINGS].parameters == 2 * 152064 * 3584
+    assert (parts.decoder.prefix, parts.decoder.layers) == ("model.", 28)
+    assert 5.5 * GIB < parts.output_bytes < 7 * GIB
+
+
+def test_a_tower_pattern_that_matches_nothing_is_named(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
+    source = tiny("qwen2.5-omni").folder
+    shutil.copy(source / "config.json", tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    without = {name: tensor for name, tensor in tensors.items() if "audio_tower." not in name}
+    save_file(without, tmp_path / "model.safetensors")
+    parts = parts_of(tmp_path)
+    assert parts.unmatched == (r"re:.*audio_tower\..*",)
+    assert AUDIO not in by_name(parts)
+
+
+def test_a_thinker_alone_misses_no_pattern_of_the_other_models(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
+    source = tiny("qwen2.5-omni").folder
+    shutil.copy(source / "config.json", tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    thinker = {key: value for key, value in tensors.items() if key.startswith("thinker.")}
+    save_file(thinker, tmp_path / "model.safetensors")
+    parts = parts_of(tmp_path)
+    assert parts.unmatched == ()
+    assert OTHER_MODELS not in by_name(parts)

@@ -1,0 +1,264 @@
+"""The plan of a run: what it refuses, what would make it fit, and that it counts the user's prompts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Tiny
+from plan_models import BIG_GPU, GIB, machine, write_sparse, write_sparse_file
+
+import onptq
+from onptq.checkpoint.source import find_source
+from onptq.data.manifest import load_manifest
+from onptq.errors import OnPTQError
+from onptq.models.processing import PromptProcessor
+from onptq.plan.planning import Plan, make_plan
+from onptq.recipe import Recipe
+from onptq.run import run_home
+
+
+@pytest.fixture(scope="module")
+def seven(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sparse(tmp_path_factory.mktemp("seven"), "qwen2.5-vl-7b", tiny("qwen2.5-vl").folder)
+
+
+@pytest.fixture
+def broken(small: Path, tmp_path: Path) -> Path:
+    """A copy of the small model, to be broken."""
+    return shutil.copytree(small, tmp_path / "broken")
+
+
+def default(scheme: str = "W4A8", /, **changes: Any) -> Recipe:
+    return Recipe.preset("default", {"scheme": scheme, **changes})
+
+
+def refused(folder: Path, recipe: Recipe | None = None, **options: Any) -> str:
+    """The only reason why the run cannot start, which is the verdict too."""
+    plan = make_plan(folder, recipe or default(), machine=BIG_GPU, **options)
+    (reason,) = plan.refusals
+    assert plan.verdict == f"cannot run: {reason}"
+    assert not plan.to_json()["can_run"]
+    return reason
+
+
+def test_a_plan_that_fits_says_so_first_with_memory_and_time(seven: Path) -> None:
+    plan = make_plan(seven, default(), machine=BIG_GPU)
+    assert not plan.refusals
+    assert plan.verdict.startswith("fits: needs ")
+    assert " of 139.0 GiB free GPU memory on a GPU; takes about " in plan.verdict
+    assert plan.peak == max(phase.gpu_bytes for phase in plan.phases)
+    seconds = plan.to_json()["seconds"]
+    assert seconds["least"] < seconds["expected"] == plan.seconds < seconds["most"]
+
+
+# --- what does not fit ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preset", "gib", "changes"),
+    [
+        ("paper", 23, {"compute.cache_gib=0.5"}),
+        ("paper", 21.5, {"compute.cache_gib=0.5", "calibrate.micro_batch=1"}),
+        ("light", 23, {"calibrate.micro_batch=1", "calibrate.codes=free"}),
+        ("best", 139, {"calibrate.codes=settled"}),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_the_changes_that_make_it_fit(
+    seven: Path, preset: str, gib: float, changes: set[str]
+) -> None:
+    recipe = Recipe.preset(preset, {"scheme": "W4A8"})
+    (reason,) = make_plan(seven, recipe, machine=machine(gib)).refusals
+    assert f" GiB of GPU memory and {gib:.1f} GiB is free: " in reason
+    named = reason.partition("; it fits with ")[2].split(" --set ")
+    assert {change.removeprefix("--set ") for change in named} == changes
+    assert not make_plan(seven, recipe.with_overrides(changes), machine=machine(gib)).refusals
+    for change in changes:  # and no fewer do
+        fewer = recipe.with_overrides(changes - {change})
+        assert make_plan(seven, fewer, machine=machine(gib)).refusals
+
+
+def test_nothing_is_suggested_where_the_weights_alone_do_not_fit(seven: Path) -> None:
+    (reason,) = make_plan(seven, default(), machine=machine(14)).refusals
+    assert "weights 15.4 GiB" in reason
+    assert "--set" not in reason
+
+
+def test_a_base_method_is_not_told_to_be_another_one(seven: Path) -> None:
+    (reason,) = make_plan(seven, default(method="gptq"), machine=machine(24)).refusals
+    assert "rounding offsets" in reason
+    assert "init=" not in reason
+
+
+def test_host_memory_is_checked_too(seven: Path) -> None:
+    (reason,) = make_plan(seven, default(), machine=machine(139, host_gib=8)).refusals
+    assert "GiB of host memory and 8.0 GiB is free" in reason
+
+
+# --- what the run would refuse --------------------------------------------------------------------------------------
+
+
+def test_groups_that_do_not_divide_are_refused_by_name(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
+    small = tiny("llama").folder
+    folder = write_sparse(tmp_path, "llama-8b", small, num_hidden_layers=2, intermediate_size=14400)
+    reason = refused(folder, default("W4A16-g128"))
+    assert "layers.0.mlp.down_proj has 14400 input columns, which groups of 128 do not divide" in reason
+    assert not make_plan(folder, default("W4A16-g32"), machine=BIG_GPU).refusals
+
+
+def test_weights_that_are_not_dense_are_refused(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
+    folder = write_sparse(tmp_path, "llama-8b", tiny("llama").folder, dtype="F8_E4M3", num_hidden_layers=2)
+    assert "F8_E4M3" in refused(folder)
+
+
+def test_a_checkpoint_without_a_decoder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    write_sparse_file(tmp_path / "model.safetensors", {"transformer.h.0.attn.weight": (64, 64)})
+    assert "no language model among the tensors" in refused(tmp_path)
+
+
+def test_a_scheme_that_leaves_the_weights_alone_is_refused(small: Path) -> None:
+    assert "nothing to write" in refused(small, default("W16A8"))
+
+
+def test_a_model_without_a_tokenizer_is_refused(broken: Path) -> None:
+    for path in broken.glob("tokenizer*"):
+        path.unlink()
+    assert "has none of tokenizer.json" in refused(broken)
+
+
+def test_an_unknown_architecture_is_refused(broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    assert "unsupported model_type 'gpt2'" in refused(broken)
+
+
+def test_truncated_weights_are_refused(broken: Path) -> None:
+    with (broken / "model.safetensors").open("r+b") as file:
+        file.truncate((broken / "model.safetensors").stat().st_size // 2)
+    assert "a truncated download?" in refused(broken)
+
+
+def test_a_chat_template_that_takes_no_image_is_refused(broken: Path) -> None:
+    (broken / "chat_template.jinja").write_text("{% for message in messages %}{{ message.role }}{% endfor %}")
+    assert "placeholders for 1 images" in refused(broken)
+
+
+def test_prompts_longer_than_the_context_are_refused(small: Path) -> None:
+    assert "context of 4096" in refused(small, prompt_tokens=4096)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_here_is_refused(small: Path) -> None:
+    (reason,) = make_plan(small, default(**{"compute.device": "cuda"})).refusals
+    assert "no usable GPU" in reason
+
+
+def test_a_model_that_is_not_here_is_an_error_and_no_download() -> None:
+    with pytest.raises(OnPTQError, match="uses no network"):
+        make_plan("someone/some-model", default())
+    with pytest.raises(OnPTQError, match=r"did you mean zoo:qwen2\.5-vl\?"):
+        make_plan("qwen2.5-vl", default())
+
+
+# --- disk -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_destination_without_room_is_refused(small: Path, tmpfs: Callable[[str], Path]) -> None:
+    disk = tmpfs("64k")
+    reason = refused(small, out=disk / "deep" / "out")
+    assert "cannot write the checkpoint to" in reason
+    assert "are free there" in reason
+    assert not list(disk.iterdir())
+
+
+def test_a_disk_with_room_for_the_checkpoint_alone_is_worth_a_warning(
+    small: Path, tmpfs: Callable[[str], Path]
+) -> None:
+    written = make_plan(small, default(), machine=BIG_GPU)
+    assert written.parts is not None
+    assert written.run_bytes is not None
+    size = (written.parts.output_bytes + written.run_bytes // 2) // 4096 * 4
+    plan = make_plan(small, default(), machine=BIG_GPU, out=tmpfs(f"{size}k") / "out")
+    assert not plan.refusals
+    assert any("checkpoint and run files together take about" in text for text in plan.warnings)
+
+
+def test_a_destination_that_holds_something_else_is_refused(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert "is not empty and not a run" in refused(small, out=tmp_path)
+    assert "lies in the model folder" in refused(small, out=small)
+
+
+def test_the_files_of_a_run_are_as_large_as_said(small: Path, tmp_path: Path) -> None:
+    changes = {"init": "signround", "init_steps": 2, "rounds": 1, "calibrate.epochs": 1, "follow.max_tokens": 4}
+    recipe = default(**changes, **{"data.prompts": 2, "data.holdout": 0, "compute.device": "cpu"})
+    manifest, out = small / "prompts.jsonl", tmp_path / "out"
+    plan = make_plan(small, recipe, calibration=manifest)
+    onptq.quantize(small, out, calibration=manifest, recipe=recipe, verify=False)
+    written = sum(path.stat().st_size for path in run_home(out).rglob("*.safetensors"))
+    assert plan.run_bytes == pytest.approx(written, rel=0.15)
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+def counted(small: Path, recipe: Recipe, **options: Any) -> Plan:
+    return make_plan(small, recipe, machine=BIG_GPU, **options)
+
+
+def test_the_users_prompts_are_counted_as_the_model_reads_them(small: Path) -> None:
+    source = find_source(small)
+    processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+    lengths = [processor(prompt).length for prompt in load_manifest(small / "prompts.jsonl")]
+    plan = counted(small, default(**{"data.prompts": 4, "data.holdout": 2}), calibration=small / "prompts.jsonl")
+    work = plan.work
+    assert work is not None
+    assert (work.prompts, work.holdout) == (4, 2)
+    assert work.prompt_tokens == round(sum(lengths) / 6)
+    assert work.longest_prompt == max(lengths)
+    assert (
+        f"4 prompts calibrate and 2 are held out, of 6 (6 with image): {work.prompt_tokens} tokens"
+        in (plan.assumptions[0])
+    )
+
+
+def test_held_out_prompts_have_a_manifest_of_their_own(small: Path) -> None:
+    manifest = small / "prompts.jsonl"
+    plan = counted(small, default(), calibration=manifest, holdout=manifest)
+    assert plan.work is not None
+    assert (plan.work.prompts, plan.work.holdout) == (6, 6)
+    assert any("held-out prompts are calibration prompts too" in text for text in plan.warnings)
+
+
+def test_a_bad_prompt_is_refused_or_skipped_with_a_warning(small: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"id": "good", "text": "Hello."}), json.dumps({"id": "bad", "text": "?", "image": "none.png"})]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    (reason,) = counted(small, default(), calibration=tmp_path / "prompts.jsonl").refusals
+    assert "none.png" in reason
+    plan = counted(small, default(), calibration=tmp_path / "prompts.jsonl", on_bad_prompt="skip")
+    assert not plan.refusals
+    assert plan.work is not None
+    assert plan.work.prompts == 1
+    assert any("1 bad prompts are skipped" in text and "none.png" in text for text in plan.warnings)
+
+
+def test_arguments_that_contradict_each_other_are_errors(small: Path) -> None:
+    manifest = small / "prompts.jsonl"
+    with pytest.raises(OnPTQError, match="one of --calibration and --prompt-tokens"):
+        make_plan(small, default(), calibration=manifest, prompt_tokens=9)
+    with pytest.raises(OnPTQError, match="expected --calibration beside --holdout"):
+        make_plan(small, default(), holdout=manifest)
+    with pytest.raises(OnPTQError, match="--on-bad-prompt perhaps: expected one of fail, skip"):
+        make_plan(small, default(), on_bad_prompt="perhaps")
+
+
+def test_a_plan_takes_longer_for_longer_prompts(seven: Path) -> None:
+    short, long = (make_plan(seven, default(), prompt_tokens=count, machine=BIG_GPU) for count in (200, 2000))
+    assert long.seconds > 2 * short.seconds
+    assert long.peak > short.peak + GIB
