@@ -125,7 +125,15 @@ def run_onptq(plan: Plan, arguments: argparse.Namespace, setting: str) -> dict[s
     measuring = MeasuringFromStart(choose_device(arguments.device), lambda text: print(text, flush=True))
     with tempfile.TemporaryDirectory(prefix="run-", dir=plan.folder) as scratch:
         out = Path(scratch) / "checkpoint"  # the files of the run go beside it
-        onptq.quantize(plan.model, out, **prompts, recipe=recipe, reporter=measuring, verify=False)
+        onptq.quantize(
+            plan.model,
+            out,
+            calibration=prompts["calibration"],
+            holdout=prompts["holdout"],
+            recipe=recipe,
+            reporter=measuring,
+            verify=False,
+        )
         measuring.end()
     return {
         "phases": {name: phase.seconds for name, phase in measuring.phases.items()},

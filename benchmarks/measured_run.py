@@ -146,7 +146,15 @@ class Bench:
         measuring = Measuring(self.device, self.print_line, profiled)
         began = time.perf_counter()
         try:
-            result = onptq.quantize(model, out, **prompts, recipe=setting.recipe, reporter=measuring, verify=verify)
+            result = onptq.quantize(
+                model,
+                out,
+                calibration=prompts["calibration"],
+                holdout=prompts["holdout"],
+                recipe=setting.recipe,
+                reporter=measuring,
+                verify=verify,
+            )
             measuring.end()
             seconds = time.perf_counter() - began
             floors = self._floors(setting, model, out, result.summary)

@@ -180,7 +180,7 @@ def _gather(
     prompts = gather_prompts(
         calibration, holdout, recipe.data, modalities, seed=recipe.seed, usable=usable, note=reporter.note
     )
-    for text in prompts.warnings():
+    for text in prompts.warnings(recipe.rounds > 0):
         reporter.warn(text)
     if prompts.every:
         reporter.note(prompts.describe())

@@ -315,7 +315,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_theta(serve
     assert_same(tmp_path / "again", reference)
     server.finish(tmp_path / "other", {"seed": TINY["seed"] + 1})
     other, same = files(tmp_path / "other"), files(reference)
-    assert other["run/rounds/0/bank.parquet"] == same["run/rounds/0/bank.parquet"]
+    assert other["run/prompts.parquet"] != same["run/prompts.parquet"], "the seed draws the prompts too"
     assert other["run/rounds/0/theta.safetensors"] != same["run/rounds/0/theta.safetensors"]
 
 

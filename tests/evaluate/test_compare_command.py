@@ -276,7 +276,7 @@ def test_the_report_on_disk_keeps_its_fields(compared: Any) -> None:
 def test_the_summary_has_a_row_per_model_and_the_figures_of_the_report(compared: Any) -> None:
     _, report, _ = compared
     table = summary_table(report)
-    assert list(table.header) == ["", "letter", "tell", "average", "flips %", "answers changed %", "mismatch %", "KL"]
+    assert list(table.header) == ["", "letter", "tell", "average", "flips %", "changed %", "mismatch %", "KL"]
     keys = ("letter", "tell", "average", "flips", "changed", "mismatch", "kl")
     assert [row[0] for row in table.rows] == list(report.models)
     for row, model in zip(table.rows, report.models.values(), strict=True):
@@ -415,7 +415,7 @@ def test_only_items_or_only_prompts_can_be_compared_by_but_not_nothing(
     assert states.models["rtn:W4A8"].scores is None
     assert "tasks" not in states.to_dict()["models"]["rtn:W4A8"]
     assert states.pairs[0].differences == {}
-    for report, heads in ((answers, ["flips %", "answers changed %"]), (states, ["mismatch %", "KL"])):
+    for report, heads in ((answers, ["flips %", "changed %"]), (states, ["mismatch %", "KL"])):
         assert "rtn:W4A8" in markdown(report)
         assert list(summary_table(report).header)[-2:] == heads
     with pytest.raises(OnPTQError, match="nothing to compare by"):

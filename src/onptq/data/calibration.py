@@ -53,15 +53,15 @@ class Prompts:
         counts = f"{len(self.calibration)} prompts calibrate and {len(self.holdout)} are held out, of {self.given}"
         return f"{counts} ({shown})" if shown else counts
 
-    def warnings(self) -> list[str]:
-        """Facts about these prompts that a user should know."""
+    def warnings(self, calibrated: bool = True) -> list[str]:
+        """Facts about these prompts that a user should know, where rounds calibrate on them or not."""
         texts = [describe_skipped(self.skipped)] if self.skipped else []
         if self.duplicates:
             texts.append(f"{self.duplicates} prompts are left out: the same text and media are there already")
         if self.overlapping:
             texts.append(f"{self.overlapping} held-out prompts are left out: they are calibration prompts too")
         calibration, holdout = len(self.calibration), len(self.holdout)
-        if self.from_file and (calibration < FEW_CALIBRATION or holdout < FEW_HELD_OUT):
+        if calibrated and self.from_file and (calibration < FEW_CALIBRATION or holdout < FEW_HELD_OUT):
             texts.append(
                 f"{calibration} calibration and {holdout} held-out prompts are few: calibration may not help, and its figures "
                 f"are rough; {FEW_CALIBRATION} and {FEW_HELD_OUT} or more are better"

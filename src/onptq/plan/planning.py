@@ -219,7 +219,7 @@ def _estimated(
         phases=tuple(replace(phase, seconds=seconds[phase.name]) for phase in phases),
         run_bytes=memory.files,
         assumptions=tuple(_assumptions(work, machine, prompts)),
-        warnings=(*plan.warnings, *_warnings(rates, prompts, parts.output_bytes + memory.files, out)),
+        warnings=(*plan.warnings, *_warnings(plan.recipe, rates, prompts, parts.output_bytes + memory.files, out)),
         refusals=tuple(refusals),
     )
 
@@ -249,9 +249,9 @@ def _assumptions(work: Work, machine: Machine, prompts: Prompts | None) -> Itera
         yield f"{machine.name} by its data sheet, all of its memory free; host memory is not checked"
 
 
-def _warnings(rates: Rates, prompts: Prompts | None, written: int, out: Path | None) -> Iterator[str]:
+def _warnings(recipe: Recipe, rates: Rates, prompts: Prompts | None, written: int, out: Path | None) -> Iterator[str]:
     if prompts is not None:
-        yield from prompts.warnings()
+        yield from prompts.warnings(recipe.rounds > 0)
     if rates.slowdown > CROWDED:
         alone = torch.get_num_threads() == 1
         yield (
