@@ -42,7 +42,7 @@ from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
-from onptq.run import CALIBRATED, CHOICE, INIT, INIT_KEPT, SUMMARY, Run, check_place, remove, run_home
+from onptq.run import CALIBRATED, CHOICE, INIT, INIT_KEPT, SUMMARY, Run, check_place, is_contract_1, remove, run_home
 from onptq.schemes import Scheme
 
 WEIGHTS = "*.safetensors"
@@ -140,7 +140,8 @@ def check(
     check_groups(checkpoint, decoder, scheme)
     if not (out / CONFIG).exists():
         check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
-    prompts = _gather(source, calibration, holdout, recipe, on_bad_prompt, reporter)
+    seed = None if is_contract_1(out) else recipe.seed
+    prompts = _gather(source, calibration, holdout, recipe, seed, on_bad_prompt, reporter)
     named = str(calibration) if isinstance(calibration, str | Path) else None
     return Job(source, out, recipe, scheme, prompts, named, device)
 
@@ -168,6 +169,7 @@ def _gather(
     calibration: str | Path | Sequence[Prompt] | None,
     holdout: str | Path | Sequence[Prompt] | None,
     recipe: Recipe,
+    seed: int | None,
     on_bad_prompt: str,
     reporter: Reporter,
 ) -> Prompts:
@@ -178,7 +180,7 @@ def _gather(
         usable = partial(processor.check, max_new=recipe.follow.max_tokens)
     modalities = source.family.modalities
     prompts = gather_prompts(
-        calibration, holdout, recipe.data, modalities, seed=recipe.seed, usable=usable, note=reporter.note
+        calibration, holdout, recipe.data, modalities, seed=seed, usable=usable, note=reporter.note
     )
     for text in prompts.warnings(recipe.rounds > 0):
         reporter.warn(text)

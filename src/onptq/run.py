@@ -229,7 +229,8 @@ class Run:
         """Seconds of every phase, over all processes that worked on it."""
         seconds: dict[str, float] = {}
         for event in self.events():
-            if event["event"] == "phase" and event.get("state") in ("end", "failed"):
+            own = event.get("arm") == self._arm
+            if own and event["event"] == "phase" and event.get("state") in ("end", "failed"):
                 phase = event["phase"]
                 seconds[phase] = round(seconds.get(phase, 0.0) + event["seconds"], 3)
         return seconds
@@ -273,6 +274,11 @@ def run_home(out: str | Path) -> Path:
         return inside
     named = folder if folder.name else folder.absolute()
     return named.with_name(f"{named.name}-run")
+
+
+def is_contract_1(out: str | Path) -> bool:
+    """Whether the run of `out` is one of contract 1, which took the first prompts of its manifest as they are."""
+    return run_home(out) == Path(out) / HOME
 
 
 def remove(path: Path) -> None:

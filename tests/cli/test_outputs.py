@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from test_bank import CONTRACT
 
 import onptq
-from onptq.data.calibration import split
+from onptq.data.calibration import in_order, split
 from onptq.data.manifest import load_manifest
 from onptq.data.prompts import Prompt
 from onptq.models.structure import LINEARS, NORMS
@@ -259,7 +259,7 @@ def test_the_prompts_table_says_exactly_what_went_in(run: Path, model: Tiny) -> 
     assert names(table) == PROMPTS
     given = load_manifest(model.manifest)
     chosen, held_out = split(given, prompts=CALIBRATION, holdout=HOLDOUT, share=0.125, seed=11)
-    for row, prompt in zip(table.to_pylist(), [*chosen, *held_out], strict=True):
+    for row, prompt in zip(table.to_pylist(), [*in_order(chosen), *in_order(held_out)], strict=True):
         assert (row["ordinal"], row["id"]) == (prompt.ordinal, prompt.id)
         assert row["role"] == ("calibration" if prompt in chosen else "holdout")
         assert row["input_ids"] == model.processor(prompt).input_ids[0].tolist()

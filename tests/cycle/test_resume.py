@@ -606,24 +606,6 @@ def test_the_same_model_and_prompts_from_elsewhere_continue_the_run(
     assert summary(begun) == summary(server.reference()) | {"model": str(own_model)}
 
 
-def test_a_run_begun_inside_the_checkpoints_folder_is_continued_there(server: Server, begun: Path) -> None:
-    """Contract 1: files in DIR/onptq, a record without `contract`, no sums."""
-    inside = begun / "onptq"
-    begun.mkdir(exist_ok=True)
-    shutil.move(home(begun), inside)
-    (inside / "SHA256SUMS").unlink()
-    record = yaml.safe_load((inside / "recipe.yaml").read_text())
-    assert record.pop("contract") == 2
-    (inside / "recipe.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
-    for _ in "continued", "shown again":
-        server.finish(begun)
-        assert not home(begun).exists()
-        found = {name.replace("onptq/", "run/"): content for name, content in files(begun).items()}
-        expected = files(server.reference())
-        assert found.keys() - VARYING == expected.keys()
-        assert [name for name in expected if found[name] != expected[name]] == ["run/recipe.yaml"]
-
-
 def test_other_versions_only_warn(model: Path, server: Server, begun: Path) -> None:
     record = home(begun) / "recipe.yaml"
     identity = yaml.safe_load(record.read_text())

@@ -228,12 +228,14 @@ def test_the_users_prompts_are_counted_as_the_model_reads_them(small: Path) -> N
     )
 
 
-def test_held_out_prompts_have_a_manifest_of_their_own(small: Path) -> None:
-    manifest = small / "prompts.jsonl"
-    plan = counted(small, default(), calibration=manifest, holdout=manifest)
+def test_held_out_prompts_have_a_manifest_of_their_own(small: Path, tmp_path: Path) -> None:
+    manifest, held_out = small / "prompts.jsonl", tmp_path / "held-out.jsonl"
+    held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("One?", "Two?")))
+    plan = counted(small, default(), calibration=manifest, holdout=held_out)
     assert plan.work is not None
-    assert (plan.work.prompts, plan.work.holdout) == (6, 6)
-    assert any("held-out prompts are calibration prompts too" in text for text in plan.warnings)
+    assert (plan.work.prompts, plan.work.holdout) == (6, 2)
+    (reason,) = counted(small, default(), calibration=manifest, holdout=manifest).refusals
+    assert "all 6 held-out prompts are calibration prompts too" in reason
 
 
 def test_a_bad_prompt_is_refused_or_skipped_with_a_warning(small: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ RESUMED = ("quantize", "compare")  # the same command goes on where a killed one
 
 
 class Commands(TyperGroup):
-    """Errors a user can mend end with exit code 2 and no traceback; all others keep theirs."""
+    """Errors a user can fix end with exit code 2 and no traceback; all others keep theirs."""
 
     def list_commands(self, ctx: Any) -> builtins.list[str]:
         return [*super().list_commands(ctx), *sorted(_contributed())]

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from onptq.recipe import Recipe
 
 DEMO = "zoo:qwen2.5-vl+outliers"  # its activations have outliers as large models do, so that rounding breaks something
+CAPTIONS = "captions"  # that models of the zoo were calibrated on by runs of contract 1
 EVALUATED = 32  # prompts on which behaviour is compared
 
 
@@ -108,11 +109,12 @@ def quantize(
     import onptq
     from onptq.checkpoint.source import find_source
     from onptq.pipeline import check_settings
+    from onptq.run import is_contract_1
 
     source: str | Source = model
     prompts: Path | list[Prompt] | None = calibration
     held_out: Path | list[Prompt] | None = holdout
-    kind = embedded_kind(calibration)
+    kind = CAPTIONS if calibration is None and is_contract_1(folder) else embedded_kind(calibration)
     if kind is not None and (calibration is not None or is_cataloged(model)):
         from onptq.zoo.materials import draw_calibration
 

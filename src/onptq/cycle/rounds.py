@@ -178,10 +178,17 @@ class Cycle:
 
     def figures(self, k: int) -> dict[str, float]:
         """A finished round in a few numbers: its bank, and `steps` and `best_step` of its update."""
-        bank, update = f"rounds/{k}/bank.parquet", f"rounds/{k}/{UPDATE}"
-        return bank_figures(self.run.read(bank, States.read)) | (
-            self.run.read_json(update) if self.run.has(update) else {}
-        )
+        return bank_figures(self.run.read(f"rounds/{k}/bank.parquet", States.read)) | read_update(self.run, k)
+
+
+def read_update(run: Run, k: int) -> dict[str, int]:
+    """`steps` and `best_step` of a finished round. Runs of contract 1 have them in their log alone."""
+    name = f"rounds/{k}/{UPDATE}"
+    if run.has(name):
+        update: dict[str, int] = run.read_json(name)
+        return update
+    logged = [e for e in run.events() if e["event"] == "calibrated" and e["round"] == k and "arm" not in e]
+    return {key: logged[-1][key] for key in ("steps", "best_step")}
 
 
 def _count(prefixes: Prefixes) -> int:

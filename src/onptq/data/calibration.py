@@ -90,14 +90,14 @@ def gather_prompts(
     sizes: Sizes,
     modalities: frozenset[str],
     *,
-    seed: int = 0,
+    seed: int | None = 0,
     usable: Callable[[Prompt], object] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Prompts:
     """Which prompts calibrate and which are held out, no content twice; ordinals are unique over both.
 
-    They are drawn by `seed`, of every modality and task alike. A bad prompt is an error. With `usable`, which raises where a
-    model cannot take a prompt, bad prompts are skipped.
+    They are drawn by `seed`, of every modality and task alike; without a seed they are the first, as they are. A bad prompt is
+    an error. With `usable`, which raises where a model cannot take a prompt, bad prompts are skipped.
     """
     if calibration is None:
         return Prompts((), ())
@@ -116,16 +116,17 @@ def gather_prompts(
             "\n".join(("there are no calibration prompts; expected at least one", *(bad or ())[:SHOWN_ERRORS]))
         )
     from_file = isinstance(calibration, str | Path)
-    unique = without_repeats(candidates)
+    unique = candidates if seed is None else without_repeats(candidates)
     duplicates = len(candidates) - len(unique)
     if holdout is None:
         chosen, held = split(unique, prompts=sizes.prompts, holdout=sizes.holdout, share=sizes.holdout_share, seed=seed)
-        return Prompts(chosen, held, len(candidates), tuple(bad or ()), duplicates, from_file=from_file)
+        parts = in_order(chosen), in_order(held)
+        return Prompts(*parts, len(candidates), tuple(bad or ()), duplicates, from_file=from_file)
     others = read(holdout, len(candidates))
-    held = without_repeats(others)
+    held = others if seed is None else without_repeats(others)
     duplicates += len(others) - len(held)
-    chosen = sorted(stratified(unique, seed)[: sizes.prompts], key=lambda prompt: prompt.ordinal)
-    both = {prompt.ordinal for prompt in repeated(held, chosen)}
+    chosen = in_order(stratified(unique, seed)[: sizes.prompts])
+    both = set() if seed is None else {prompt.ordinal for prompt in repeated(held, chosen)}
     kept = [prompt for prompt in held if prompt.ordinal not in both]
     if not kept:
         raise OnPTQError(f"all {len(held)} held-out prompts are calibration prompts too; expected others")
@@ -146,21 +147,28 @@ def _keep_usable(prompts: Sequence[Prompt], usable: Callable[[Prompt], object], 
 
 
 def split(
-    manifest: Sequence[Prompt], /, *, prompts: int, holdout: int, share: float, seed: int = 0
+    manifest: Sequence[Prompt], /, *, prompts: int, holdout: int, share: float, seed: int | None = 0
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Calibration and held-out prompts, each in the manifest's order: held out are spare ones, else at most `share`."""
+    """Calibration and held-out prompts in the order of the draw: held out are spare ones, else at most `share`."""
     count = len(manifest)
     spare = count - min(count, prompts)
     held = min(holdout, max(spare, math.floor(share * count)))
     calibration = min(prompts, count - held)
     drawn = stratified(manifest, seed)
-    parts = drawn[:calibration], drawn[calibration : calibration + held]
-    chosen, apart = (sorted(part, key=lambda prompt: prompt.ordinal) for part in parts)
-    return chosen, apart
+    return drawn[:calibration], drawn[calibration : calibration + held]
 
 
-def stratified(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
-    """All prompts in a random order of which every part has each modality and task (column `task`) in its share."""
+def in_order(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as they follow one another in their manifest."""
+    return sorted(prompts, key=lambda prompt: prompt.ordinal)
+
+
+def stratified(prompts: Sequence[Prompt], seed: int | None) -> list[Prompt]:
+    """All prompts in a random order of which every part has each modality and task (column `task`) in its share.
+
+    Without a seed they keep their order."""
+    if seed is None:
+        return list(prompts)
     strata: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         strata.setdefault(f"{_kinds(prompt)}/{prompt.extra.get('task', '')}", []).append(prompt)

@@ -10,6 +10,7 @@ import numpy as np
 
 from onptq.bank import MISMATCH, States
 from onptq.checkpoint.provenance import Calibration, Estimate, Provenance, Results, Update
+from onptq.cycle.rounds import read_update
 from onptq.data.calibration import Prompts
 from onptq.evaluate.statistics import CONFIDENCE, Measure, Part, Resampler
 from onptq.files import read_json
@@ -22,7 +23,7 @@ RESULT = "this checkpoint"
 
 def read_provenance(run: Run, recipe: Recipe, prompts: Prompts) -> Provenance:
     """What made the weights, once all rounds of `run` are done."""
-    updates = [run.read_json("rounds", str(k), "update.json") for k in range(recipe.rounds)]
+    updates = [read_update(run, k) for k in range(recipe.rounds)]
     return Provenance(
         recipe.method,
         recipe.init,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source
 from onptq.cycle.inputs import Inputs
+from onptq.data.calibration import in_order
 from onptq.data.prompts import Prompt
 from onptq.engine.budget import BatchBudget
 from onptq.engine.prefixes import Prefixes
@@ -107,10 +109,13 @@ class Session:
 
     def calibration_prompts(self, recipe: Recipe) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
         """Calibration and held-out prompts of a recipe, encoded together as its run would encode them."""
-        used, held_out = self.calibration[: recipe.data.prompts], self.holdout[: recipe.data.holdout]
+        used = in_order(self.calibration[: recipe.data.prompts])
+        held_out = in_order(self.holdout[: recipe.data.holdout])
         counts = len(used), len(held_out)
         if counts not in self._calibration:
             prompts = [*used, *held_out]
+            if len({prompt.ordinal for prompt in prompts}) < len(prompts):  # of two sources, each counted from 0
+                prompts = [replace(prompt, ordinal=place) for place, prompt in enumerate(prompts)]
             self._calibration[counts] = self.encode_prompts(self.policy(), prompts, "Encode calibration")
         encoded = self._calibration[counts]
         return encoded[: len(used)], encoded[len(used) :]
@@ -128,4 +133,5 @@ class Session:
 
     def encode_prompts(self, model: LanguageModel, prompts: Sequence[Prompt], label: str) -> list[EncodedPrompt]:
         with self.reporter.phase(label, total=len(prompts), unit="prompts") as bar:
-            return encode(model, self.processor.ahead(prompts, self.recipe.follow.max_tokens), advance=bar.advance)
+            inputs = self.processor.ahead(prompts, self.recipe.follow.max_tokens)
+            return encode(model, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
