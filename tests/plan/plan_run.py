@@ -1,10 +1,12 @@
 """A whole run in a process of its own, with the most memory each phase held; prints JSON.
 
-Arguments: model, recipe, out, warm. The environment makes the allocator return every tensor when it dies.
+Arguments: model, recipe, out, warm. The environment makes the allocator return every large tensor when it dies; what it keeps
+of small ones is returned before each phase.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -22,6 +24,9 @@ from onptq.recipe import Recipe
 from onptq.run import run_home
 
 
+LIBC = ctypes.CDLL(None)
+
+
 class Measuring(QuietReporter):
     """Peak resident bytes of each phase, by the first word of its name."""
 
@@ -30,6 +35,7 @@ class Measuring(QuietReporter):
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
+        LIBC.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
         with super().phase(name, total, unit) as bar:
             yield bar

@@ -47,8 +47,6 @@ pytestmark = [
 # So many steps that every block learns something: one that does not has no offsets. One prompt, so that they are quick.
 LEARNED_INIT = {"init": "search+signround", "init_steps": 12, "data.prompts": 1}
 RUNS: dict[str, dict[str, Any]] = {
-    "free": {"calibrate.codes": "free"},
-    "settled": {"calibrate.codes": "settled"},
     "learned": {"calibrate.codes": "learned"},
     "free after signround": {"calibrate.codes": "free", **LEARNED_INIT},
     "settled after signround": {"calibrate.codes": "settled", **LEARNED_INIT},
