@@ -180,14 +180,20 @@ class NaiveFork:
 
 
 def naive_branch(
-    policy: Policy, inputs: ModelInputs, prefix: Sequence[int], reference: int, competitor: int, depth: int
+    policy: Policy,
+    inputs: ModelInputs,
+    prefix: Sequence[int],
+    reference: int,
+    competitor: int,
+    depth: int,
+    side: Side = "Q",
 ) -> NaiveFork:
-    """Force each token, let Q continue greedily by prefilling everything again, ask D at every state of the branch."""
+    """Force each token, let one side continue greedily by prefilling everything again, ask D at every state of the branch."""
     branches, dense = [], []
     for forced in (reference, competitor):
         tokens = [forced]
         while len(tokens) < depth:
-            tokens.append(int(next_logits(policy, "Q", inputs, [*prefix, *tokens]).argmax()))
+            tokens.append(int(next_logits(policy, side, inputs, [*prefix, *tokens]).argmax()))
         branches.append(tuple(tokens))
         dense.append(probabilities(forward(policy, "D", inputs, [*prefix, *tokens])[-depth:].double().numpy()))
     pairs = list(zip(*dense, strict=True))
@@ -239,7 +245,7 @@ class Scene:
     ordinals: tuple[int, ...] = (0, 1, 2, 4, 7)
     _rollouts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _states: dict[tuple[int, int], NaiveState] = field(default_factory=dict)
-    _forks: dict[tuple[int, int], NaiveFork] = field(default_factory=dict)
+    _forks: dict[tuple[int, int, Side], NaiveFork] = field(default_factory=dict)
 
     @cached_property
     def policy(self) -> Policy:
@@ -281,13 +287,14 @@ class Scene:
             self._states[ordinal, t] = naive_compare(self.policy, self.inputs[ordinal], prefix)
         return self._states[ordinal, t]
 
-    def fork(self, ordinal: int, t: int, depth: int) -> NaiveFork:
-        if (ordinal, t) not in self._forks or len(self._forks[ordinal, t].js) < depth:
+    def fork(self, ordinal: int, t: int, depth: int, side: Side = "Q") -> NaiveFork:
+        key = ordinal, t, side
+        if key not in self._forks or len(self._forks[key].js) < depth:
             state, prefix = self.state(ordinal, t), self.rollout(ordinal, t).tokens[: t - 1]
-            self._forks[ordinal, t] = naive_branch(
-                self.policy, self.inputs[ordinal], prefix, state.reference, state.competitor, depth
+            self._forks[key] = naive_branch(
+                self.policy, self.inputs[ordinal], prefix, state.reference, state.competitor, depth, side
             )
-        return self._forks[ordinal, t]
+        return self._forks[key]
 
 
 _scenes: dict[tuple[str, str, torch.dtype], Scene] = {}

@@ -157,6 +157,12 @@ def eq16_pair(margin_quant: float, margin_dense: float) -> float:
     return 0.5 * change**2 if change <= 1 else change - 0.5
 
 
+def matched_pair_weight(margins: Sequence[tuple[float, float]], weights: Sequence[float]) -> float:
+    """By what the pair weight is multiplied so that both arms begin alike; (m_Q, m_D) of every visited state."""
+    losses = [eq16_pair(quant, dense) for quant, dense in margins]
+    return math.fsum(losses) / len(losses) / math.fsum(w * loss for w, loss in zip(weights, losses, strict=True))
+
+
 def eq17_response(z_dense: Array, z_quant: Array) -> float:
     return kl(softmax(z_dense), softmax(z_quant))
 

@@ -192,7 +192,7 @@ def test_every_command_of_the_page_works_where_its_names_are_known(
     prompts = str(model / "prompts.jsonl")
     (tmp_path / "test.jsonl").write_text('{"id": "sky", "text": "Is the sky blue?", "answer": "yes"}\n')
     for recipe in code(EXTENDING / f"{name}.md", "yaml"):
-        (tmp_path / ("early.yaml" if "early" in recipe else "probability.yaml")).write_text(recipe)
+        (tmp_path / "probability.yaml").write_text(recipe)
     execute(definitions(name), model)
     arguments = {"MODEL": str(model), "QUANTIZED": "rtn:W3A8", "prompts.jsonl": prompts}
     for number, call in enumerate(calls(name)):

@@ -292,3 +292,9 @@ def test_a_registered_loss_term_has_a_weight_and_is_absent_from_recipes_without_
     with pytest.raises(OnPTQError, match="the weight of mine should be 0 or more, got -1"):
         Recipe.preset("default", ["calibrate.terms.mine=-1"])
     assert "terms" not in Recipe().model_dump()["calibrate"]
+
+
+def test_a_recipe_that_does_not_match_the_pair_weight_reads_as_before_there_was_a_choice() -> None:
+    for preset in PRESETS:
+        assert "pair_matched" not in Recipe.preset(preset).model_dump()["calibrate"]
+    assert Recipe.preset("best", ["calibrate.pair_matched=true"]).model_dump()["calibrate"]["pair_matched"] is True

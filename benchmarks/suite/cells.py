@@ -7,7 +7,7 @@ from typing import Any
 
 from onptq.evaluate.report import ABSENT
 
-PERCENT_COLUMNS = ("flips", "mismatch", "critical_flips")  # scores are read as percentages without the sign
+PERCENT_COLUMNS = ("flips", "mismatch", "noise", "critical_flips")  # scores are read as percentages without the sign
 
 
 def title(measure: str, labels: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A suite at a glance: how often OnPTQ is better than every other method, and the means of all methods."""
+"""A suite at a glance: how often OnPTQ is better than every other method, all pairs as one, and the means of all methods."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.suite.cells import title, value_of
+from benchmarks.suite.pooled import NOTE, pooled_rows
 from onptq.evaluate.report import ABSENT, row
 
 MEASURES = ("mismatch", "erosion", "kl", "flips", "average", "critical_flips")
@@ -27,7 +28,10 @@ def at_a_glance(tables: Mapping[str, Any]) -> Iterator[str]:
         f"Over {len(units)} pairs of a model and a scheme: in how many OnPTQ is better than the other method / not "
         "distinguishable or equal / worse, as marked below."
     )
-    yield from ("", *_standings(units), "")
+    yield from ("", *_standings(units), "", NOTE)
+    for measure in MEASURES:
+        yield from pooled_rows(units, measure, units[0][0]["labels"])
+    yield ""
     yield (
         "Means over the models, scheme by scheme, of methods that were measured on every model of the scheme. "
         "The best is bold."

@@ -11,13 +11,13 @@ from benchmarks.suite.cells import difference, figure, title, value_of
 from benchmarks.suite.goals import OURS, Standing
 from benchmarks.suite.overview import at_a_glance
 from onptq.errors import OnPTQError
-from onptq.evaluate.candidates import DENSE
+from onptq.evaluate.candidates import DENSE, shown
 from onptq.evaluate.comparison import REPORT_JSON, REPORT_TEXT
 from onptq.evaluate.report import ABSENT, CRITICAL_NOTE, row
 from onptq.evaluate.statistics import fewest_differing
 from onptq.schemes import Scheme
 
-BEHAVIOUR = ("mismatch", "erosion", "kl", "first_fork", "critical_flips", "critical_erosion")
+BEHAVIOUR = ("mismatch", "noise", "erosion", "kl", "first_fork", "critical_flips", "critical_erosion")
 DIFFERENCES = ("mismatch", "erosion", "kl", "flips", "average", "critical_flips")
 MARKS = {"better": " ✓", "worse": " ✗"}
 OPPOSITE = {"better": "worse", "worse": "better"}
@@ -67,7 +67,8 @@ def _benchmark(
 def _scheme(scheme: str, names: Sequence[str], report: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
     of_suite = [name for method in methods for name in names if _method_of(name, scheme) == method]
     rows = {
-        name: report["models"][name] | {"label": name.replace(f":{scheme}", ""), "of_the_suite": name in of_suite}
+        name: report["models"][name]
+        | {"label": shown(name).replace(f":{scheme}", ""), "of_the_suite": name in of_suite}
         for name in (*of_suite, *(name for name in names if name not in of_suite))
     }
     differences = {
@@ -212,12 +213,12 @@ def _figures(benchmark: Mapping[str, Any], scheme: Mapping[str, Any]) -> Iterato
     yield row([scheme["scheme"], *(title(name, labels) for name in columns), "seconds"])
     yield "|---" * (len(columns) + 2) + "|"
     yield row(["dense", *(figure(benchmark["dense"], name, labels) for name in columns), ABSENT])
-    best = {name: _best(scheme["rows"].values(), name, labels) for name in columns}
+    best = {name: _best(scheme["rows"].values(), name, labels) for name in columns if name != "noise"}
     for model in scheme["rows"].values():
         seconds = model["cost"].get("seconds")
         cells = [figure(model, name, labels) for name in columns]
         bold = [
-            f"**{cell}**" if model["of_the_suite"] and cell == best[name] else cell
+            f"**{cell}**" if model["of_the_suite"] and cell == best.get(name) else cell
             for name, cell in zip(columns, cells, strict=True)
         ]
         yield row([model["label"], *bold, ABSENT if seconds is None else f"{seconds:.1f}"])

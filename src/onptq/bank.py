@@ -107,6 +107,12 @@ class States:
     def take(self, rows: Column) -> States:
         return States(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
+    def rows_by_prompt(self) -> dict[int, Column]:
+        """The rows of every prompt that has some, by its ordinal."""
+        order = np.argsort(self.prompt, kind="stable")
+        prompts, firsts = np.unique(self.prompt[order], return_index=True)
+        return dict(zip(prompts.tolist(), np.split(order, firsts[1:]), strict=True)) if len(prompts) else {}
+
     @classmethod
     def concatenate(cls, parts: Sequence[States]) -> States:
         """Sorted by (prompt, t), whatever order the parts were computed in."""

@@ -29,12 +29,15 @@ from onptq.cycle.rounds import Cycle, bank_figures
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
+from onptq.engine.budget import cached_bytes
+from onptq.engine.memory import free_memory
+from onptq.engine.prompts import EncodedPrompts
 from onptq.errors import OnPTQError
 from onptq.evaluate.guard import keep_better
 from onptq.evaluate.model_card import read_provenance, read_results
 from onptq.files import file_sha256
 from onptq.methods.resume import RunStore
-from onptq.models.encoding import EncodedPrompt, encode
+from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs, PromptProcessor
 from onptq.models.structure import LINEARS, NORMS
@@ -253,15 +256,17 @@ def load(job: Job, reporter: LoggedReporter) -> Policy:
 
 def encode_prompts(
     job: Job, policy: Policy, processor: PromptProcessor, run: Run, reporter: Reporter
-) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
+) -> tuple[EncodedPrompts, EncodedPrompts]:
     """Calibration and held-out prompts, through the towers once for the whole run; `prompts.parquet` records them."""
-    prompts = job.prompts.every
+    prompts, recipe = job.prompts.every, job.recipe
     with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
-        inputs = processor.ahead(prompts, job.recipe.follow.max_tokens)
-        encoded = encode(policy, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
-    if encoded and not run.has("prompts.parquet"):
+        inputs = processor.ahead(prompts, recipe.follow.max_tokens)
+        each = encode_each(policy, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
+        budget = cached_bytes(free_memory(policy.device), recipe.compute.cache_gib)
+        encoded = EncodedPrompts.of(each, budget=budget, folder=run.scratch("prompts"))
+    if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
-            write_prompts(job.prompts, [prompt.ids.tolist() for prompt in encoded], path)
+            write_prompts(job.prompts, encoded.ids, path)
     count = len(job.prompts.calibration)
     return encoded[:count], encoded[count:]
 

@@ -107,6 +107,8 @@ def _registered(name: str, registry: Registry[Any]) -> str:
 class DataConfig(Config):
     """Which prompts calibrate and which are held out."""
 
+    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512}
+
     prompts: StrictInt = Field(default=128, ge=1, description="calibration prompts, drawn of the manifest")
     holdout: StrictInt = Field(default=32, ge=0, description="held-out prompts that choose the best iterate")
     holdout_share: Real = Field(
@@ -114,6 +116,9 @@ class DataConfig(Config):
         ge=0,
         le=0.5,
         description="largest share of the manifest held out when it has no spare prompts beyond `prompts`",
+    )
+    init_prompts: StrictInt = Field(
+        default=512, ge=1, description="most calibration prompts that the base method sees; rounds see all"
     )
 
 
@@ -175,6 +180,10 @@ class CalibrateConfig(Config):
     anchor: Real = Field(default=1.0, ge=0, description="weight of the anchor on the prompt; 0 removes it")
     hidden: Real = Field(default=1.0, ge=0, description="weight of the hidden-state error; 0 removes it")
     pair: Real = Field(default=0.1, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")
+    pair_matched: StrictBool = Field(
+        default=False,
+        description="scale that weight so that the loss begins as strong as with equal weights for all states",
+    )
     response: Real = Field(default=10.0, ge=0, description="weight of the response KL; 0 removes it")
     terms: dict[str, Real] = Field(
         default_factory=dict, description="weights of registered loss terms on critical states, by name"
@@ -207,7 +216,7 @@ class CalibrateConfig(Config):
     evaluations: StrictInt = Field(default=4, ge=1, description="held-out evaluations per round")
     checkpointing: StrictBool = Field(default=True, description="recompute activations in backward to save memory")
 
-    LATER: ClassVar[Mapping[str, Any]] = {"terms": {}, "consequence": 0.0}
+    LATER: ClassVar[Mapping[str, Any]] = {"pair_matched": False, "terms": {}, "consequence": 0.0}
 
     @field_validator("terms")
     @classmethod

@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Objects by name: the built-in ones, those of installed packages, and those of the running program."""
 
-    def __init__(self, kind: str, group: str, built_in: Mapping[str, str]) -> None:
-        self.kind, self.group = kind, group
+    def __init__(self, kind: str, group: str, built_in: Mapping[str, str], labels: Mapping[str, str] = {}) -> None:
+        self.kind, self.group, self._labels = kind, group, labels
         self._built_in = {name: EntryPoint(name, path, group) for name, path in built_in.items()}
         self._registered: dict[str, T] = {}
 
@@ -65,6 +65,10 @@ class Registry(Generic[T]):
 
         return add
 
+    def label(self, name: str) -> str:
+        """What tables call a name: itself, unless it promises more than it is."""
+        return self._labels.get(name, name)
+
     def origin(self, name: str) -> str:
         """The package that brings a name."""
         if name in self._registered:
@@ -88,9 +92,11 @@ METHODS: Registry[Callable[..., Any]] = Registry(
         "blockwise": "onptq.methods.blockwise:blockwise",
         "gptq": "onptq.methods.gptq:gptq",
         "signround": "onptq.methods.signround:signround",
-        "search+gptq": "onptq.methods.searched:search_gptq",
-        "search+signround": "onptq.methods.searched:search_signround",
+        "smoothquant+gptq": "onptq.methods.composed:smoothquant_gptq",
+        "search+gptq": "onptq.methods.composed:search_gptq",
+        "search+signround": "onptq.methods.composed:search_signround",
     },
+    {"masquant": "masquant (merged)"},  # one scale for all modalities, no low-rank branch: what folds
 )
 # f(states, risk, rng) -> Ranking
 SELECTION_RULES: Registry[Callable[..., Any]] = Registry(

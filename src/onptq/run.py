@@ -30,6 +30,7 @@ INIT = "init.safetensors"
 CHOICE = ("final", "choice.json")  # whether the run ends with the calibrated theta or with its init
 CALIBRATED, INIT_KEPT = "calibrated", "init"
 LOG = "log.jsonl"
+SCRATCH = ".scratch"
 LOCK = ".lock"
 SUMS = "SHA256SUMS"  # of every committed file, in the form of sha256sum
 REMEDY = "delete this file, and the same command computes it again"
@@ -92,6 +93,7 @@ class Run:
             for pattern in (f"{TEMPORARY}*", SAFETENSORS_TEMPORARY):
                 for stale in (*self.folder.glob(pattern), *self.home.rglob(pattern)):
                     stale.unlink()
+            remove(self.home / SCRATCH)
             _drop_torn_line(self.file(LOG))
         self.resumed = recorded is not None
         if recorded is None:
@@ -116,6 +118,10 @@ class Run:
 
     def has(self, *parts: str) -> bool:
         return self.file(*parts).exists()
+
+    def scratch(self, name: str) -> Path:
+        """A folder for what does not fit into memory; it is gone when the run is closed or opened again."""
+        return self.home / SCRATCH / name
 
     @property
     def finished(self) -> bool:
@@ -251,6 +257,7 @@ class Run:
             if error is None:  # else the first error is the one to show
                 raise
         finally:
+            remove(self.home / SCRATCH)
             if isinstance(error, OnPTQError):
                 self._withdraw()
             self.close()

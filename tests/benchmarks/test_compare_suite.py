@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import fcntl
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from benchmarks.suite import figures as suite_figures
 from benchmarks.suite.__main__ import app
 from benchmarks.suite.goals import Standing
 from benchmarks.suite.overview import at_a_glance
+from benchmarks.suite.pooled import Pooled
 from benchmarks.suite.suites import SUITES, BenchmarkData, Suite, benchmark_folder, candidate_names, run_suite
 from benchmarks.suite.tables import collect, markdown
 from onptq.bank import States, read_trajectories
@@ -407,7 +410,10 @@ def unit(scheme: str, values: Mapping[str, float], others: Mapping[str, str]) ->
         f"{name}:{scheme}": {"label": name, "of_the_suite": True, "figures": figures(mismatch=value)}
         for name, value in values.items()
     }
-    differences = {f"{name}:{scheme}": {"mismatch": {"verdict": verdict}} for name, verdict in others.items()}
+    differences = {
+        f"{name}:{scheme}": {"mismatch": {"verdict": verdict, "value": values["onptq"] - values[name]}}
+        for name, verdict in others.items()
+    }
     return {"scheme": scheme, "rows": rows, "differences": {f"onptq:{scheme}": differences}}
 
 
@@ -423,9 +429,56 @@ def test_at_a_glance_counts_verdicts_and_means_only_what_all_benchmarks_have() -
     assert "| rtn | 2 / 1 / 0 |" in lines
     assert "| awq | 0 / 1 / 1 |" in lines
     assert "| mismatch % | W4A8 (2) | W3A8 (1) |" in lines
+    assert "| rtn | -4.33 | 0 / 3 | 0.25 | 0.25 |" in lines
+    assert "| awq | +0.00 | 1 / 1 | 1 | 1 |" in lines
+    assert any("are nominal" in line for line in lines)
     means = lines[lines.index("| mismatch % | W4A8 (2) | W3A8 (1) |") + 2 :]
     assert [line.replace(" ", "") for line in means] == ["|rtn|5.5|9.0|", "|awq|-|**2.0**|", "|onptq|**1.5**|4.0|"]
     assert list(at_a_glance({"benchmarks": [{"labels": labels, "schemes": other}]})) == []
+
+
+def naive_signed_rank_p(differences: Sequence[float]) -> float:
+    """Every way of giving signs to the ranks: in how many the positive ones sum to something as far from the middle."""
+    apart = sorted((one for one in differences if one), key=abs)
+    middle = len(apart) * (len(apart) + 1) / 4
+    found = abs(sum(rank for rank, one in enumerate(apart, start=1) if one > 0) - middle)
+    sums = [
+        sum(rank for rank, sign in enumerate(signs, start=1) if sign)
+        for signs in product((False, True), repeat=len(apart))
+    ]
+    return sum(abs(one - middle) >= found for one in sums) / len(sums)
+
+
+def test_pooled_differences_are_tested_by_their_signs_and_by_their_ranks() -> None:
+    """Uniform weights change fewer decisions in nine of eleven pairs by a little, onptq in two by a lot, one pair is level."""
+    differences = [0.1, 0.2, 0.3, 0.15, 0.25, 0.05, 0.12, 0.22, 0.31, -0.9, -0.8, 0.0]
+    found = Pooled.of(differences)
+    assert found.mean == pytest.approx(0.0)
+    assert (found.higher, found.lower) == (9, 2)
+    assert found.sign_p == pytest.approx(2 * sum(math.comb(11, k) for k in range(3)) / 2**11)
+    assert found.signed_rank_p == pytest.approx(naive_signed_rank_p(differences))
+    assert found.signed_rank_p > 0.2
+    assert Pooled.of([-one for one in differences]).sign_p == found.sign_p
+    assert Pooled.of([0.0, 0.0]) == Pooled(0.0, 0, 0, 1.0, 1.0)
+    assert Pooled.of([0.5]).sign_p == 1.0
+
+
+def test_a_merged_method_is_called_so_in_the_tables_of_a_suite(tmp_path: Path) -> None:
+    measured = {"figures": figures(mismatch=1.0), "cost": {"seconds": 1.0}}
+    names = ("masquant:W4A8", "onptq:W4A8")
+    difference = {"value": 0.5, "low": 0.1, "high": 0.9}
+    report = {
+        "dense": "some", "prompts": 4, "bootstrap": {"confidence": 0.95, "replicates": 9}, "labels": LABELS,
+        "models": {"dense": {"figures": {}, "cost": {}}} | dict.fromkeys(names, measured),
+        "pairs": [{"first": names[0], "second": names[1], "differences": {"mismatch": difference},
+                   "verdicts": {"mismatch": "worse"}}],
+    }  # fmt: skip
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "report.json").write_text(json.dumps(report))
+    text = markdown(collect(tmp_path, "tried", ["some"], ["W4A8"], ["masquant", "onptq"]))
+    assert "| masquant (merged) | **1.0** | 1.0 |" in text
+    assert "| masquant (merged) | +0.50 [+0.10, +0.90] ✗ |" in text
+    assert "| masquant |" not in text
 
 
 def call(*arguments: object) -> Any:

@@ -374,3 +374,22 @@ def test_the_forced_tokens_may_count_as_one_state_that_differs_wholly(tiny: Call
     expected = (without.consequence[rows] * without.horizon[rows] + math.log(2)) / (without.horizon[rows] + 1)
     np.testing.assert_allclose(counted.consequence[rows], expected, rtol=1e-6)
     assert np.array_equal(counted.horizon, without.horizon)
+
+
+@exact
+def test_the_dense_model_may_continue_both_tokens_itself(
+    tiny: Callable[[str], Tiny], scheme: str, dtype: torch.dtype
+) -> None:
+    """Only the states that are given are branched, and Q does not run at all."""
+    planted = Planted(scene(tiny("qwen2.5-vl"), scheme, dtype))
+    rows = np.array([row for row, *_ in planted.candidates])[::2]
+    some = planted.states.take(rows)
+    with decoder_forwards(planted.policy) as forwards:
+        found = branch(planted.new_prefixes(), planted.trajectories, some, horizon=HORIZON, side="D")
+    assert {side for side, _ in forwards} == {"D"}
+    by_q = planted.branch(horizon=HORIZON).take(rows)
+    assert not np.array_equal(found.consequence, by_q.consequence), "the two continue differently"
+    for row in range(len(found)):
+        fork = planted.scenery.fork(int(found.prompt[row]), int(found.t[row]), HORIZON, "D")
+        assert found.horizon[row] == fork.horizon(HORIZON, planted.eos)
+        assert found.consequence[row] == pytest.approx(fork.consequence(HORIZON, planted.eos), abs=1e-5)

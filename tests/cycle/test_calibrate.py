@@ -21,7 +21,7 @@ from onptq.cycle.branch import branch
 from onptq.cycle.calibrate import Calibrated, Holdout, Progress, calibrate, objective, order_seed
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
-from onptq.cycle.objective import Targets, block_energy, make_sequences, measure
+from onptq.cycle.objective import Targets, UpdateSequences, block_energy, measure, pair_strength
 from onptq.cycle.risk import score, select
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
@@ -50,7 +50,7 @@ class Case:
     def loss(self, theta: Theta, cfg: CalibrateConfig) -> float:
         """The objective of the deployed, integer Q on all calibration prompts."""
         self.policy.freeze(theta)
-        items = make_sequences(self.policy, self.prompts, self.trajectories, self.states)
+        items = UpdateSequences(self.policy, self.prompts, self.trajectories, self.states)
         targets = Targets(self.policy, None)
         energy = block_energy(targets, items) if cfg.normalize == "energy" else None
         return float(objective(measure(self.policy, items, targets, energy), cfg))
@@ -59,11 +59,11 @@ class Case:
         """Anchor and mean on-policy KL, weighted, energy-normalized as in training."""
         self.policy.freeze(theta)
         targets, states = Targets(self.policy, None), self.holdout.states
-        energy = block_energy(targets, make_sequences(self.policy, self.prompts, [], None))
+        energy = block_energy(targets, UpdateSequences(self.policy, self.prompts, [], None))
         every = states.with_columns(
             critical=np.ones(len(states), np.bool_), weight=np.full(len(states), 1 / len(states), np.float32)
         )
-        items = make_sequences(self.policy, self.holdout.prompts, self.holdout.trajectories, every)
+        items = UpdateSequences(self.policy, self.holdout.prompts, self.holdout.trajectories, every)
         terms = measure(self.policy, items, targets, energy).floats()
         return anchor * terms["anchor"] + response * terms["response"]
 
@@ -170,7 +170,7 @@ def test_the_first_step_is_adamw_on_the_clipped_gradient(weights_only: Case) -> 
     cfg = full_batch(epochs=1, gamma=30.0, normalize="none")
     theta = learnable(case.theta)
     case.policy.attach(theta)
-    items = make_sequences(case.policy, case.prompts, case.trajectories, case.states)
+    items = UpdateSequences(case.policy, case.prompts, case.trajectories, case.states)
     objective(measure(case.policy, items, Targets(case.policy, None)), cfg).backward()
     learned = [*theta.smoothing.values(), *theta.ratio.values()]
     norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in learned if parameter.grad is not None))
@@ -267,6 +267,22 @@ def test_an_empty_critical_set_is_an_anchor_only_update(case: Case) -> None:
     nothing = case.states.with_columns(critical=zero.astype(np.bool_), weight=zero)
     result = calibrate(case.policy, case.prompts, case.trajectories, nothing, case.theta, short())
     assert same(result.theta, case.calibrate(short(gamma=0)).theta)
+
+
+def test_a_matched_pair_weight_is_the_weight_times_its_factor_bit_for_bit(case: Case) -> None:
+    factor = pair_strength(case.states)
+    assert abs(factor - 1) > 0.1
+    matched, by_hand = case.calibrate(short(pair_matched=True)), case.calibrate(short(pair=PLAIN["pair"] * factor))
+    assert same(matched.theta, by_hand.theta)
+    assert matched.history == by_hand.history
+    assert not same(matched.theta, case.calibrate(short()).theta)
+    static = case.calibrate(short(gamma=0.0))
+    assert same(case.calibrate(short(gamma=0.0, pair_matched=True)).theta, static.theta)
+
+
+def test_equal_weights_begin_with_the_strength_they_match(case: Case) -> None:
+    uniform = replace(case, states=select(case.states, SelectConfig(rule="all")))
+    assert same(uniform.calibrate(short(pair_matched=True)).theta, uniform.calibrate(short()).theta)
 
 
 # Seeds
@@ -402,8 +418,8 @@ def test_the_held_out_score_is_the_weighted_anchor_and_the_mean_kl(
     still = {"lr_smoothing": 0.0, "lr_step": 0.0, "epochs": 1, "anchor": anchor, "response": response}
     policy, targets = case.policy, Targets(case.policy, None)
     policy.freeze(case.theta)
-    energy = block_energy(targets, make_sequences(policy, case.prompts, [], None))
-    context = make_sequences(policy, case.holdout.prompts, [], None)
+    energy = block_energy(targets, UpdateSequences(policy, case.prompts, [], None))
+    context = UpdateSequences(policy, case.holdout.prompts, [], None)
     expected = anchor * measure(policy, context, targets, energy).floats()["anchor"]
     expected += response * float(case.holdout.states.kl.mean())
     for cfg in (full_batch(**still), full_batch(**still, gamma=0.0), full_batch(**still, response_over="visited")):
@@ -552,7 +568,7 @@ def test_offsets_take_the_steps_of_adam_written_out(weights_only: Case) -> None:
     result = case.calibrate(cfg, save=lambda progress: seen.append(progress.theta.clone()))
     assert len(seen) == steps + 1
     assert result.history[0]["gradient"] > 1, "that of the scales is clipped"
-    items = make_sequences(case.policy, case.prompts, case.trajectories, case.states)
+    items = UpdateSequences(case.policy, case.prompts, case.trajectories, case.states)
     gradients: list[dict[str, np.ndarray]] = []
     for theta in seen[:-1]:
         live = learnable(theta)

@@ -23,7 +23,7 @@ from onptq.cycle import compare as comparison
 from onptq.cycle.calibrate import objective
 from onptq.cycle.compare import compare, pair_margin
 from onptq.cycle.divergence import kl_divergence
-from onptq.cycle.objective import Targets, Terms, block_energy, decision_losses, make_sequences, measure
+from onptq.cycle.objective import Targets, Terms, UpdateSequences, block_energy, decision_losses, measure, pair_strength
 from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.kernels.grid import code_range
@@ -52,8 +52,8 @@ class Case:
     hidden: dict[str, list[np.ndarray]]
     logits: dict[str, list[np.ndarray]]
 
-    def items(self, **options: bool) -> list:
-        return make_sequences(self.policy, self.prompts, self.trajectories, self.states, **options)
+    def items(self, **options: bool) -> UpdateSequences:
+        return UpdateSequences(self.policy, self.prompts, self.trajectories, self.states, **options)
 
     def anchor(self, side: str) -> list[np.ndarray]:
         return [hidden[:, : prompt.length] for hidden, prompt in zip(self.hidden[side], self.prompts, strict=True)]
@@ -170,11 +170,38 @@ def test_the_response_loss_may_weigh_visited_states_by_their_consequence(cases: 
     case = cases()
     consequence = np.linspace(0, 0.6, len(case.states)).astype(np.float32)
     states = case.states.with_columns(consequence=consequence)
-    items = make_sequences(case.policy, case.prompts, case.trajectories, states, every_response=True, consequence=2.0)
+    items = UpdateSequences(case.policy, case.prompts, case.trajectories, states, every_response=True, consequence=2.0)
     weights = torch.cat([item.response_weight for item in items]).double().numpy()
     rows = np.concatenate([np.flatnonzero(states.prompt == prompt.ordinal) for prompt in case.prompts])
     expected = 1 + 2.0 * consequence[rows].astype(np.float64)
     np.testing.assert_allclose(weights, expected / expected.sum(), rtol=1e-6)
+
+
+def test_a_matched_pair_weight_makes_the_pair_loss_begin_as_strong_as_with_equal_weights(
+    cases: Callable[..., Case],
+) -> None:
+    case = cases()
+    margins = list(zip(case.states.margin_quant.tolist(), case.states.margin_dense.tolist(), strict=True))
+    expected = oracles.matched_pair_weight(margins, case.states.weight.tolist())
+    factor = pair_strength(case.states)
+    assert factor == pytest.approx(expected, rel=1e-6)
+    assert abs(factor - 1) > 0.1
+    count = len(case.states)
+    uniform = case.states.with_columns(critical=np.ones(count, np.bool_), weight=np.full(count, 1 / count, np.float32))
+    assert pair_strength(uniform) == 1.0
+    pair = {}
+    for name, states in (("risk", case.states), ("uniform", uniform)):
+        items = UpdateSequences(case.policy, case.prompts, case.trajectories, states)
+        pair[name] = measure(case.policy, items, Targets(case.policy, None)).floats()["pair"]
+    assert factor * pair["risk"] == pytest.approx(pair["uniform"], rel=1e-5)
+
+
+def test_without_a_loss_to_match_the_pair_weight_is_as_it_is(cases: Callable[..., Case]) -> None:
+    states = cases().states
+    nothing = np.zeros(len(states), np.float32)
+    assert pair_strength(states.with_columns(weight=nothing)) == 1.0
+    assert pair_strength(states.with_columns(margin_quant=states.margin_dense)) == 1.0
+    assert pair_strength(states.take(np.zeros(0, np.int64))) == 1.0
 
 
 def test_visited_states_without_a_critical_one_teach_the_response_alone(cases: Callable[..., Case]) -> None:
@@ -182,11 +209,11 @@ def test_visited_states_without_a_critical_one_teach_the_response_alone(cases: C
     plain = case.states.with_columns(
         critical=np.zeros(len(case.states), np.bool_), weight=np.zeros(len(case.states), np.float32)
     )
-    items = make_sequences(case.policy, case.prompts, case.trajectories, plain, every_response=True)
+    items = UpdateSequences(case.policy, case.prompts, case.trajectories, plain, every_response=True)
     found = measure(case.policy, items, Targets(case.policy, None)).floats()
     assert found["response"] == pytest.approx(case.expected(visited=True)["response"], rel=2e-6)
     assert (found["hidden"], found["pair"]) == (0, 0)
-    none = make_sequences(case.policy, case.prompts, [], None, every_response=True)
+    none = UpdateSequences(case.policy, case.prompts, [], None, every_response=True)
     assert measure(case.policy, none, Targets(case.policy, None)).floats()["response"] == 0
 
 
@@ -265,7 +292,7 @@ def test_the_anchor_is_every_prompt_token_and_no_response_token(cases: Callable[
 def test_prompts_without_critical_states_still_anchor(cases: Callable[..., Case]) -> None:
     case = cases()
     for states in (None, case.states.with_columns(weight=np.zeros(len(case.states), np.float32))):
-        items = make_sequences(case.policy, case.prompts, case.trajectories, states)
+        items = UpdateSequences(case.policy, case.prompts, case.trajectories, states)
         found = measure(case.policy, items, Targets(case.policy, None)).floats()
         assert found["anchor"] == pytest.approx(case.expected()["anchor"], rel=2e-6)
         assert (found["hidden"], found["pair"], found["response"]) == (0, 0, 0)
@@ -439,7 +466,7 @@ def test_the_dense_margin_is_the_banks_not_a_fresh_one(cases: Callable[..., Case
     """It is frozen with the round: a bank that says otherwise moves the pair loss."""
     case = cases()
     moved = case.states.with_columns(margin_dense=case.states.margin_dense + 10)
-    items = make_sequences(case.policy, case.prompts, case.trajectories, moved)
+    items = UpdateSequences(case.policy, case.prompts, case.trajectories, moved)
     assert float(measure(case.policy, items, Targets(case.policy, None)).pair) > 5
 
 
@@ -480,7 +507,7 @@ def test_gradients_of_theta_are_those_of_the_smooth_surrogate(
 ) -> None:
     """End to end: blocks, attention, norms, biases, head and every dynamic step lie inside the graph."""
     case, policy = cases(), exact_policy(tiny("qwen2.5-vl"), scheme)
-    items = make_sequences(policy, case.prompts, case.trajectories, case.states)[::2]
+    items = UpdateSequences(policy, case.prompts, case.trajectories, case.states)[::2]
     targets = Targets(policy, None)
     theta = random_theta(policy, torch.float64, offsets=True)
     for u in theta.smoothing.values():

@@ -359,7 +359,17 @@ def test_a_comparison_that_is_interrupted_again_and_again_ends_with_the_same_byt
     assert without_cost(report) == without_cost(expected)
 
 
-RESULTS = ("theta.safetensors", "cost.json", "answers.parquet", "states.parquet", "report.json", "report.md")
+RESULTS = (
+    "theta.safetensors",
+    "cost.json",
+    "answers.parquet",
+    "trajectories.parquet",
+    "states.parquet",
+    "mismatches.parquet",
+    "dense_path.parquet",
+    "report.json",
+    "report.md",
+)
 
 
 @pytest.mark.slow

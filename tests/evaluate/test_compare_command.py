@@ -42,6 +42,7 @@ from onptq.data.prompts import Prompt
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
 from onptq.evaluate import comparison
+from onptq.evaluate import measure as measuring
 from onptq.evaluate import session as sessions
 from onptq.evaluate.answers import read_answers
 from onptq.evaluate.build import checkpoint_bytes, measured_peak
@@ -200,7 +201,7 @@ def test_states_of_a_method_and_of_a_checkpoint_are_those_of_the_library_s_steps
 def test_a_method_and_the_checkpoint_that_was_written_of_it_differ_in_nothing(compared: Any) -> None:
     out, report, _ = compared
     method, checkpoint = (out / "onptq" / "candidates" / folder_name(name) for name in ("rtn:W4A8", "rounded"))
-    for file in ("states.parquet", "trajectories.parquet"):
+    for file in ("states.parquet", "trajectories.parquet", "mismatches.parquet", "dense_path.parquet"):
         assert pq.read_table(method / file).equals(pq.read_table(checkpoint / file))
     [pair] = [one for one in report.pairs if (one.first, one.second) == ("rtn:W4A8", "rounded")]
     assert set(pair.verdicts.values()) <= {"same", "unknown"}
@@ -328,11 +329,22 @@ def test_a_comparison_that_is_whole_loads_no_model(
     out, before, _ = compared
     copied = shutil.copytree(out, tmp_path / "out")
     monkeypatch.setattr(sessions, "load_policy", None)
-    monkeypatch.setattr(comparison, "load_reader", None)
+    monkeypatch.setattr(measuring, "load_reader", None)
     assert run(small, copied, [str(exported), "rtn:W4A8"], items=items) == before
 
 
-@pytest.mark.parametrize("phase", ["Build smoothquant:W4A6", "Compare rtn:W4A8", "Follow rounded"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "Build smoothquant:W4A6",
+        "Follow dense",
+        "Compare rtn:W4A8",
+        "Branch rtn:W4A8",
+        "Dense path smoothquant:W4A6",
+        "Follow rounded",
+        "Dense path rounded",
+    ],
+)
 def test_killed_at_any_moment_it_ends_with_the_same_report(
     compared: Any, small: Path, items: list[Item], exported: Path, tmp_path: Path, phase: str
 ) -> None:
@@ -414,7 +426,7 @@ def test_only_items_or_only_prompts_can_be_compared_by_but_not_nothing(
     states = run(small, tmp_path / "states", ["rtn:W4A8"])
     assert states.models["rtn:W4A8"].scores is None
     assert "tasks" not in states.to_dict()["models"]["rtn:W4A8"]
-    assert states.pairs[0].differences == {}
+    assert list(states.pairs[0].differences) == ["loops"]  # what can be said of the dense model alone, too
     for report, heads in ((answers, ["flips %", "changed %"]), (states, ["mismatch %", "KL"])):
         assert "rtn:W4A8" in markdown(report)
         assert list(summary_table(report).header)[-2:] == heads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 import onptq
-from onptq.bank import AGREE, MISMATCH, States
+from onptq.bank import AGREE, MISMATCH, States, Trajectory
 from onptq.cycle.calibrate import Holdout
 from onptq.evaluate import guard
 from onptq.evaluate.guard import choose
@@ -51,7 +50,7 @@ def states(kl: float, mismatches: int, seed: int = 0) -> States:
 
 
 def held_out(one: States) -> Holdout:
-    return Holdout([SimpleNamespace(ordinal=n) for n in range(PROMPTS)], [], one)  # type: ignore[misc]
+    return Holdout([], [Trajectory(n, (0,), finished=True) for n in range(PROMPTS)], one)
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,18 @@ from onptq.bank import AGREE, MISMATCH, States
 from onptq.cycle.rounds import bank_figures, first_fork
 from onptq.evaluate.answers import Answer
 from onptq.evaluate.metrics import Label, behaviour_measures, change_measures, labels, per_prompt, score_measures
-from onptq.evaluate.report import sentences
+from onptq.evaluate.report import notes, sentences, summary_table, tables
 from onptq.evaluate.statistics import (
     Interval,
     Measure,
     Part,
     Resampler,
+    Seeded,
     differing,
     draw,
     fewest_differing,
     mcnemar,
+    spread,
 )
 from onptq.evaluate.summary import Results, summarize, verdict
 from onptq.evaluate.tasks import Item, exact
@@ -149,6 +151,99 @@ def test_a_stratum_has_one_size() -> None:
         resampler.estimate(ratio([1, 2, 3]))
 
 
+# --- several seeds ------------------------------------------------------------------------------------------------------
+
+
+def loop_over_resamples(resampler: Resampler, tops: np.ndarray, bottoms: np.ndarray) -> np.ndarray:
+    """The mean over drawn seeds of sum(top) / sum(bottom) over drawn clusters; tops and bottoms [seeds, clusters]."""
+    seeds, clusters = tops.shape
+    found = []
+    for drawn_seeds, drawn in zip(resampler._draws_of_seeds(seeds), resampler._draws("s", clusters), strict=True):
+        rows = np.repeat(np.arange(clusters), drawn.astype(int))
+        chosen = np.repeat(np.arange(seeds), drawn_seeds.astype(int))
+        assert (len(rows), len(chosen)) == (clusters, seeds)
+        found.append(np.mean([sum(tops[seed][rows]) / sum(bottoms[seed][rows]) for seed in chosen]))
+    return np.array(found)
+
+
+def seeded(tops: np.ndarray, bottoms: np.ndarray) -> Seeded:
+    return Seeded(tuple(ratio(top, bottom) for top, bottom in zip(tops, bottoms, strict=True)))
+
+
+def test_an_interval_of_several_seeds_is_that_of_a_loop_that_draws_seeds_and_clusters() -> None:
+    rng = np.random.default_rng(6)
+    tops, bottoms = rng.normal(size=(3, 3, 30)) + rng.normal(size=(3, 3, 1)), rng.integers(1, 9, size=(3, 3, 30))
+    resampler = Resampler(seed=4, replicates=300)
+    first, second = (seeded(tops[model], bottoms[model]) for model in (0, 1))
+    loops = [loop_over_resamples(resampler, tops[model], bottoms[model]) for model in (0, 1)]
+    values = [np.mean(tops[model].sum(1) / bottoms[model].sum(1)) for model in (0, 1)]
+    alone = resampler.estimate(first)
+    assert alone.value == pytest.approx(values[0])
+    assert (alone.low, alone.high) == pytest.approx(tuple(np.quantile(loops[0], (0.025, 0.975))))
+    apart = resampler.difference(first, second)
+    assert apart.value == pytest.approx(values[1] - values[0])
+    assert (apart.low, apart.high) == pytest.approx(tuple(np.quantile(loops[1] - loops[0], (0.025, 0.975))))
+    one = ratio(tops[2][0], bottoms[2][0])
+    against_one = resampler.difference(one, second)
+    expected = loops[1] - loop_over_resamples_of_one(resampler, tops[2][0], bottoms[2][0])
+    assert (against_one.low, against_one.high) == pytest.approx(tuple(np.quantile(expected, (0.025, 0.975))))
+
+
+def loop_over_resamples_of_one(resampler: Resampler, top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
+    rows = [np.repeat(np.arange(len(top)), drawn.astype(int)) for drawn in resampler._draws("s", len(top))]
+    return np.array([sum(top[each]) / sum(bottom[each]) for each in rows])
+
+
+def test_an_interval_of_several_seeds_knows_how_far_the_seeds_lie_apart() -> None:
+    """Two recipes that differ by chance alone: over prompts of one seed each the difference would look certain."""
+    rng, covered, covered_by_one = np.random.default_rng(7), 0, 0
+    for trial in range(100):
+        tops = rng.normal(size=(2, 8, 1)) + 0.3 * rng.normal(size=(2, 8, 40))
+        models, resampler = [seeded(each, np.ones((8, 40))) for each in tops], Resampler(trial, replicates=150)
+        for measures, among in ((models, "seeds"), ([each.seeds[0] for each in models], "one")):
+            found = resampler.difference(measures[0], measures[1])
+            assert found.low is not None
+            assert found.high is not None
+            if among == "seeds":
+                covered += found.low <= 0 <= found.high
+            else:
+                covered_by_one += found.low <= 0 <= found.high
+    assert covered >= 84
+    assert covered_by_one < 30
+
+
+def test_seeds_are_paired_and_their_draws_change_nothing_else() -> None:
+    values = np.random.default_rng(8).normal(size=(4, 1)) * np.ones((4, 20))
+    first, second = seeded(values, np.ones((4, 20))), seeded(values + 0.1, np.ones((4, 20)))
+    resampler = Resampler(seed=2, replicates=200)
+    apart = resampler.difference(first, second)
+    assert (apart.low, apart.high) == pytest.approx((0.1, 0.1))
+    one = ratio(np.arange(20.0))
+    assert resampler.estimate(one) == Resampler(seed=2, replicates=200).estimate(one)
+    assert (resampler._draws_of_seeds(4) == Resampler(seed=2, replicates=200)._draws_of_seeds(4)).all()
+
+
+def test_equal_seeds_give_the_interval_of_one_of_them() -> None:
+    top, bottom = np.random.default_rng(9).normal(size=25), np.ones(25)
+    resampler = Resampler(replicates=200)
+    alone, three = resampler.estimate(ratio(top, bottom)), seeded(np.tile(top, (3, 1)), np.tile(bottom, (3, 1)))
+    found = resampler.estimate(three)
+    assert (found.value, found.low, found.high) == pytest.approx((alone.value, alone.low, alone.high))
+    assert spread(three) == pytest.approx(0)
+    assert resampler.difference(ratio(top, bottom), three) == Interval(0, 0, 0)
+    assert differing(ratio(top, bottom), three) == 0
+    assert differing(ratio(top + np.eye(25)[3], bottom), three) == 1
+
+
+def test_the_spread_is_the_standard_deviation_over_seeds_and_unknown_seeds_do_not_count() -> None:
+    tops = np.array([[1.0, 3.0], [2.0, 2.0], [4.0, 6.0]])
+    assert spread(seeded(tops, np.ones((3, 2)))) == pytest.approx(np.std([2, 2, 5], ddof=1))
+    half = seeded(tops, np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]))
+    assert Resampler(replicates=50).estimate(half).value == pytest.approx(3.5)
+    assert spread(half) == pytest.approx(np.std([2, 5], ddof=1))
+    assert spread(seeded(tops[:2], np.zeros((2, 2)))) is None
+
+
 # --- exact tests --------------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +338,21 @@ def test_behaviour_is_averaged_over_states_and_forks_over_prompts_as_a_bank_is()
     assert found["forked"] == pytest.approx(200 / 3)
 
 
+def test_the_noise_floor_is_how_often_decoding_wrote_another_token_than_the_forward_chooses() -> None:
+    """Whatever the dense model says: here no decision of it differs."""
+    count = len(FORKED)
+    wrote = FORKED.with_columns(kind=np.full(count, AGREE), token=np.array([1, 0, 0, 2, 0, 0, 3], np.int32))
+    found = behaviour_measures(wrote, [0, 1, 2])
+    assert per_prompt(wrote, [0, 1, 2])["disagreements"].tolist() == [2, 0, 1]
+    resampler = Resampler(replicates=50)
+    assert resampler.estimate(found["noise"]).value == pytest.approx(100 * 3 / 7)
+    assert resampler.estimate(found["noise"]).value == pytest.approx(
+        100 * bank_figures(wrote)["rollout_disagreements"] / count
+    )
+    assert resampler.estimate(found["mismatch"]).value == 0
+    assert labels([])["noise"].less_is_better is None
+
+
 def test_without_any_fork_nothing_is_after_it() -> None:
     never = behaviour_measures(states((0, 1, False, 0.0, 1.0, 1.0), (1, 1, False, 0.0, 2.0, 1.0)), [0, 1])
     resampler = Resampler(replicates=50)
@@ -306,6 +416,7 @@ def test_flips_that_cancel_in_the_score_are_told_by_their_own_test() -> None:
     assert pair.mcnemar["flips"].to_dict() == {"only_first": 0, "only_second": 8, "p": pytest.approx(2 / 2**8)}
     assert pair.verdicts == {
         "choice": "open", "average": "open", "flips": "worse", "changed": "worse", "changed_wrong": "same",
+        "content_worse": "open", "content_better": "open",
     }  # fmt: skip
     first, second, last = sentences(report)
     assert first == "A against dense: no difference in anything measured."
@@ -362,3 +473,54 @@ def test_flips_are_judged_by_mcnemars_test_not_by_their_interval() -> None:
     assert pair.differences["flips"].excludes_zero
     assert pair.mcnemar["flips"].p > 0.05
     assert pair.verdicts["flips"] == "open"
+
+
+# --- candidates with several seeds --------------------------------------------------------------------------------------
+
+
+def test_a_candidate_with_several_seeds_has_one_row_with_means_and_each_seed_s_own_figures() -> None:
+    items = [item(f"c{n}") for n in range(40)]
+
+    def model(wrong: set[int], seconds: float = 1.0) -> Results:
+        answers = [answered(f"c{n}", "no" if n in wrong else "yes", n not in wrong) for n in range(40)]
+        return Results(answers, cost={"seconds": seconds, "peak_bytes": int(seconds)}, scheme="W4A8")
+
+    wrong = {"onptq:W4A8": {0, 1}, "onptq:W4A8#1": {0, 1, 2, 3}, "masquant:W4A8": set(range(10))}
+    results = {"dense": model(set())} | {name: model(each, len(each)) for name, each in wrong.items()}
+    seeds = {"onptq:W4A8": ["onptq:W4A8", "onptq:W4A8#1"]}
+    report = summarize(items, [], results, Resampler(replicates=300), seeds=seeds)
+    assert list(report.models) == ["dense", "onptq:W4A8 (2 seeds)", "masquant:W4A8"]
+    ours = report.models["onptq:W4A8 (2 seeds)"]
+    assert ours.figures["flips"].value == pytest.approx(7.5)
+    assert ours.spread["flips"] == pytest.approx(np.std([5, 10], ddof=1))
+    assert (ours.cost["seconds"], ours.cost["peak_bytes"]) == (3, 4)
+    alone = summarize(items, [], results, Resampler(replicates=300))
+    recorded = report.to_dict()["models"]["onptq:W4A8 (2 seeds)"]
+    assert recorded["seeds"] == {name: alone.models[name].to_dict() for name in seeds["onptq:W4A8"]}
+    assert recorded["spread"]["choice"] == pytest.approx(np.std([95, 90], ddof=1))
+    assert "seeds" not in report.to_dict()["models"]["masquant:W4A8"]
+    [pair] = [one for one in report.pairs if one.first != "dense"]
+    assert (pair.first, pair.second, dict(pair.mcnemar)) == ("onptq:W4A8 (2 seeds)", "masquant:W4A8", {})
+    assert pair.differences["flips"].value == pytest.approx(17.5)
+    assert pair.verdicts["flips"] == "worse"
+    table = tables(report)[0]
+    cells = dict(zip(table.header, table.rows[1], strict=True))
+    assert cells["flips"].startswith("7.5 ± 3.54 [")
+    assert (cells["to wrong"], cells["to right"]) == ("3.0", "0.0")
+    assert "McNemar" not in sentences(report)[-1]
+    assert any(note.startswith("Several seeds: figures are means") for note in notes(report))
+    assert "Only 2 seeds: " in " ".join(notes(report))
+    assert not any("seeds" in note for note in notes(alone))
+
+
+def test_a_method_that_promises_more_than_it_is_has_its_label_in_every_table() -> None:
+    items = [item(f"c{n}") for n in range(8)]
+    answers = [answered(f"c{n}") for n in range(8)]
+    names = ("masquant:W4A8", "onptq:W4A8@init=masquant", "awq:W4A8")
+    results = {"dense": Results(answers)} | {name: Results(answers, scheme="W4A8") for name in names}
+    report = summarize(items, [0, 1, 2], results | {"masquant": Results(answers)}, Resampler(replicates=20))
+    expected = ["masquant (merged):W4A8", "onptq:W4A8@init=masquant (merged)", "awq:W4A8", "masquant"]
+    for table in (*tables(report), summary_table(report)):
+        assert [row[0] for row in table.rows if row[0] != "dense"] in (expected, [])
+    assert list(report.to_dict()["models"]) == ["dense", *names, "masquant"], "a checkpoint may be the full form"
+    assert "awq:W4A8 against masquant (merged):W4A8: no difference in anything measured." in sentences(report)

@@ -24,7 +24,7 @@ from onptq.bank import Trajectory
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import find_source
 from onptq.cycle.compare import Decisions, compare, decide
-from onptq.cycle.objective import Targets, make_sequences, measure
+from onptq.cycle.objective import Targets, UpdateSequences, measure
 from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.kernels.decisions import decide_states, kl_of_states
@@ -113,7 +113,7 @@ def test_the_cycle_computes_the_same_with_kernels_and_without(
         states = states.with_columns(weight=np.full(len(states), 1 / len(states), np.float32))
         parameters = [tensor.requires_grad_() for part in (theta.smoothing, theta.ratio) for tensor in part.values()]
         policy.attach(theta)
-        items = make_sequences(policy, prompts, trajectories, states)
+        items = UpdateSequences(policy, prompts, trajectories, states)
         terms = measure(policy, items, Targets(policy, None))
         torch.stack(list(terms.named().values())).sum().backward()
         results[which] = states, terms, [parameter.grad for parameter in parameters]

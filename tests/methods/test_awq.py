@@ -219,11 +219,13 @@ def test_rows_are_clipped_a_few_at_a_time(small: Path, monkeypatch: pytest.Monke
     policy = exact_policy(checkpoint, "W3A16-g32")
     prompts = checkpoint.encode(policy, 1)
     whole = awq(policy, prompts, responses=short_responses(prompts))
+    before = module.ROWS
     monkeypatch.setattr(module, "ROWS", 24)
     monkeypatch.setattr(module, "fake_quantize_weight", spy)
     parts = awq(policy, prompts, responses=short_responses(prompts))
     assert max(rows) == 24
     assert same_theta(parts, whole)
+    assert before <= 256, "of 7B's down_proj in groups of 128 these take 78 MB"
 
 
 def check_clips(actual: np.ndarray, errors: np.ndarray) -> None:

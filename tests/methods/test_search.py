@@ -20,7 +20,7 @@ from onptq.cycle.follow import follow
 from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.methods.layerwise import answer_prompts
-from onptq.methods.search import RATIOS, STRENGTHS, sample_inputs, search, search_on
+from onptq.methods.search import sample_inputs, search, search_on
 from onptq.methods.smoothquant import migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.processing import PromptProcessor
@@ -30,6 +30,8 @@ from onptq.quantizer.theta import PAIRS, Free, Theta, log_scales_in, log_scales_
 from onptq.zoo.random import write_random
 
 PROMPTS = 4
+STRENGTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+RATIOS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 Case = tuple[Tiny, Policy, list[EncodedPrompt], Theta]
 
 
@@ -93,6 +95,12 @@ def output_errors(
 def relative_error(policy: Policy, theta: Theta, block: Block, name: str, x: np.ndarray) -> float:
     error, energy = output_errors(policy, theta, block, name, x)
     return float(error.sum() / energy.sum())
+
+
+def test_strengths_go_from_a_tenth_to_nine_and_ratios_down_to_one_half() -> None:
+    module = importlib.import_module("onptq.methods.search")
+    assert list(module.STRENGTHS) == pytest.approx(list(STRENGTHS))
+    assert list(module.RATIOS) == pytest.approx(list(RATIOS))
 
 
 def test_the_sample_is_what_the_plain_model_feeds_its_linears(cases: Callable[[str, bool], Case]) -> None:

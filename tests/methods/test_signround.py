@@ -112,6 +112,51 @@ def keep_the_last(self: Any) -> None:
     self.best = Theta(linears={path: self.theta.linears[path] for path in self.paths}).clone()
 
 
+def steps_of(case: Case, monkeypatch: pytest.MonkeyPatch, steps: int, prompts_a_step: int = 8) -> list[list[int | str]]:
+    """For each block, the batch of every step, and "judged" where the error over all prompts is evaluated."""
+    policy, prompts, responses = case
+    module = importlib.import_module("onptq.methods.signround")
+    taken: list[list[int | str]] = []
+    begin, descend, consider = module._Learner.learn, module._Learner._descend, module._Learner._consider
+
+    def learn(self: Any, steps: int) -> None:
+        taken.append([])
+        begin(self, steps)
+
+    def step(self: Any, learned: Any, index: int, rate: float) -> None:
+        taken[-1].append(index)
+        descend(self, learned, index, rate)
+
+    def judge(self: Any) -> None:
+        taken[-1].append("judged")
+        consider(self)
+
+    for name, replacement in (("learn", learn), ("_descend", step), ("_consider", judge)):
+        monkeypatch.setattr(module._Learner, name, replacement)
+    monkeypatch.setattr(module, "BATCH", prompts_a_step)
+    signround(policy, prompts, responses=responses, steps=steps)
+    assert len(taken) == policy.blocks
+    return taken
+
+
+def test_the_start_and_the_last_three_tenths_compete_for_the_best(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    for events in steps_of(case, monkeypatch, 10):
+        assert [place for place, event in enumerate(events) if event == "judged"] == [0, 9, 11, 13]
+        assert len(events) == 14
+
+
+def test_batches_come_in_a_new_order_each_time_round(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = set()
+    for events in steps_of(case, monkeypatch, 5 * PROMPTS, prompts_a_step=1):
+        batches = [event for event in events if event != "judged"]
+        rounds = [tuple(batches[start : start + PROMPTS]) for start in range(0, len(batches), PROMPTS)]
+        assert len(rounds) == 5
+        assert all(sorted(map(str, one)) == ["0", "1", "2"] for one in rounds), "each prompt once"
+        orders.add(tuple(rounds))
+        assert len(set(rounds)) > 1
+    assert len(orders) > 1, "and another one in every block"
+
+
 def test_rates_fall_linearly_to_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two steps the first has rate 1/2 and the second 1/4: offsets end at 1/2 or, where the signs differ, at 1/4."""
     policy, prompts, responses = case

@@ -57,6 +57,15 @@ def test_large_outliers_get_their_whole_scale():
     assert float(migrated(x_max, w_max, ALPHA)[0]) == 8.0
 
 
+def test_channels_that_are_almost_silent_count_as_a_hundred_thousandth():
+    """The authors' floor, of inputs and of weights: a channel without either gets no infinite scale."""
+    ones = torch.ones(4, dtype=torch.float64)
+    silent = torch.tensor([0.0, 1e-4, 1.0, 1.0], dtype=torch.float64)
+    for u, sign in ((migrated(silent, ones, ALPHA), 1), (migrated(ones, silent, ALPHA), -1)):
+        torch.testing.assert_close((sign * (u[0] - u[2])).exp(), torch.tensor(1e-5**0.5, dtype=torch.float64))
+        torch.testing.assert_close((sign * (u[1] - u[2])).exp(), torch.tensor(1e-2, dtype=torch.float64))
+
+
 def test_only_the_two_norms_are_smoothed_and_rows_keep_their_range(tiny):
     t = tiny("qwen2.5-vl")
     policy = t.policy("W4A8")

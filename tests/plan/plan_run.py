@@ -23,7 +23,6 @@ from onptq.progress import Bar, QuietReporter
 from onptq.recipe import Recipe
 from onptq.run import run_home
 
-
 LIBC = ctypes.CDLL(None)
 
 

@@ -101,6 +101,10 @@ def test_where_nothing_of_q_fits_its_weights_are_made_in_every_forward(seven: Pa
     assert follow.gpu["Q's weights"] == 2 * 2 * 3584 * 18944
 
 
+# An init keeps no prefixes of the dense model any more.
+SMALLER_SINCE = ("Initialize",)
+
+
 @pytest.mark.parametrize("name", ["paper", "light-24gb"])
 def test_a_7b_model_takes_the_memory_that_was_measured_on_an_h200(seven: Path, name: str) -> None:
     measured = json.loads((RESULTS / f"h200-{name}.json").read_text())
@@ -110,4 +114,5 @@ def test_a_7b_model_takes_the_memory_that_was_measured_on_an_h200(seven: Path, n
     assert len(compared) == 8
     for phase in compared:
         tensors = phase.gpu_bytes - GPU_CONTEXT_BYTES
-        assert 0.9 < tensors / measured["run"]["phases"][phase.name]["peak_bytes"] < 1.15, phase.name
+        least = 0.8 if phase.name in SMALLER_SINCE else 0.9
+        assert least < tensors / measured["run"]["phases"][phase.name]["peak_bytes"] < 1.15, phase.name

@@ -64,7 +64,7 @@ def test_a_plan_that_fits_says_so_first_with_memory_and_time(seven: Path) -> Non
     ("preset", "gib", "changes"),
     [
         ("paper", 23, {"compute.cache_gib=0.5"}),
-        ("paper", 21.5, {"compute.cache_gib=0.5", "calibrate.micro_batch=1"}),
+        ("paper", 21, {"compute.cache_gib=0.5", "calibrate.micro_batch=1"}),
         ("light", 23, {"calibrate.micro_batch=1", "calibrate.codes=free"}),
         ("best", 139, {"calibrate.codes=settled"}),
     ],

@@ -11,8 +11,14 @@ import pytest
 from conftest import Tiny
 from plan_models import BIG_GPU, machine, write_sparse
 
+from onptq.checkpoint.source import find_source
+from onptq.engine.budget import Held
+from onptq.plan.machine import Gpu
+from onptq.plan.parts import find_parts
 from onptq.plan.planning import make_plan
+from onptq.plan.seconds import datasheet_rates
 from onptq.recipe import Recipe
+from onptq.schemes import Scheme
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -33,6 +39,7 @@ def seconds_of(folder: Path, **changes: Any) -> Mapping[str, float]:
         ({"data.prompts": 512}, {"Encode", "Initialize", "Follow", "Compare", "Branch", "Calibrate"}),
         ({"follow.max_tokens": 256}, {"Follow", "Compare", "Branch", "Calibrate"}),
         ({"branch.horizon": 16}, {"Branch"}),
+        ({"data.holdout": 512}, {"Encode", "Follow", "Compare", "Calibrate"}),
         ({"rounds": 4}, {"Follow", "Compare", "Branch", "Calibrate"}),
         ({"calibrate.epochs": 16}, {"Calibrate"}),
         ({"init_steps": 400}, {"Initialize"}),
@@ -42,6 +49,19 @@ def test_more_work_takes_longer_where_it_is_done(seven: Path, change: dict[str, 
     few, many = seconds_of(seven), seconds_of(seven, **change)
     assert all(seconds > 0 for seconds in few.values())
     assert {name for name in few if many[name] > 1.1 * few[name]} == grows
+
+
+def test_a_data_sheet_gives_integers_their_own_rate_and_learning_three_gemms(seven: Path) -> None:
+    shapes = find_parts(find_source(seven), Scheme.parse("W4A8")).shapes
+    gpu = Gpu("a GPU", 80, bf16=1000, int8=1600, bandwidth=2000)
+    shares: dict[Held, float] = {"integers": 0.625, "floats": 1.0, "codes": 1.0, "nothing": 1.0}
+    for keep, share in shares.items():
+        rates = datasheet_rates(gpu, shapes, keep)
+        assert rates.dense.token == pytest.approx(2 * shapes.block / 500e12), "half of the peak"
+        for pace in (rates.quantized, rates.decoding):
+            assert pace.token == pytest.approx(share * rates.dense.token)
+        assert rates.learning.token == pytest.approx(3 * rates.dense.token)
+        assert rates.decoding.forward < rates.quantized.forward
 
 
 def test_branches_cost_as_many_tokens_as_they_have(seven: Path) -> None:

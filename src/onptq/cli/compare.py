@@ -50,7 +50,8 @@ def compare(
         typer.Argument(
             metavar="CANDIDATE...",
             help="Checkpoint folders that transformers loads, whoever made them (NAME=FOLDER names one), or METHOD:SCHEME "
-            "to be built here, e.g. rtn:W4A8, search:W4A6, onptq:W4A8@paper with a preset of its own, onptq:W4A8#1 with a seed.",
+            "to be built here, e.g. rtn:W4A8, search:W4A6. Behind @ come a preset, a recipe file or FIELD=VALUE, with commas "
+            "between them, e.g. onptq:W4A8@paper,init=awq. Behind # comes a seed, e.g. onptq:W4A8#1.",
         ),
     ],
     tasks: Annotated[
@@ -110,6 +111,13 @@ def compare(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling, and of what is built.")] = 0,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Build every candidate that calibrates with so many seeds: its own and those that follow. Its row has means.",
+        ),
+    ] = 1,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print progress and the report as JSON lines.")] = False,
@@ -126,7 +134,7 @@ def compare(
 
     from onptq.checkpoint.source import choose_device, find_source
     from onptq.data.calibration import check_on_bad_prompt
-    from onptq.evaluate.candidates import parse_candidates
+    from onptq.evaluate.candidates import parse_candidates, with_seeds
     from onptq.evaluate.comparison import compare_models
     from onptq.run import check_place
     from onptq.zoo.materials import draw_items
@@ -160,13 +168,14 @@ def compare(
         holdout=held_out,
         recipe=recipe,
         critical=critical,
+        seeds=seeds,
         reporter=reporter,
     )
     if json:
         reporter.result(report.to_dict())
     elif not quiet:
         print_report(report)
-        print_ending(report, folder, [one.name for one in parsed], earlier)
+        print_ending(report, folder, [one.name for first in parsed for one in with_seeds(first, seeds)], earlier)
 
 
 def print_report(report: Report) -> None:
@@ -186,12 +195,13 @@ def print_report(report: Report) -> None:
 
 
 def models_in(folder: Path) -> list[str]:
-    """The models in the report of an earlier run."""
+    """The models in the report of an earlier run, each seed for itself."""
     from onptq.evaluate.comparison import REPORT_JSON
 
     try:
-        return list(json_format.loads((folder / REPORT_JSON).read_text(encoding="utf-8"))["models"])
-    except (OSError, ValueError, KeyError, TypeError):
+        models = json_format.loads((folder / REPORT_JSON).read_text(encoding="utf-8"))["models"]
+        return [name for model, one in models.items() for name in one.get("seeds") or (model,)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
 
@@ -205,7 +215,8 @@ def print_ending(report: Report, folder: Path, named: Sequence[str], earlier: Se
     console = Console(highlight=False, soft_wrap=True)
     console.print()
     again = [name for name in named if name in earlier]
-    others = [name for name in report.models if name in earlier and name not in (DENSE, *named)]
+    here = [name for model, one in report.models.items() for name in one.seeds or (model,)]
+    others = [name for name in here if name in earlier and name not in (DENSE, *named)]
     if again:
         console.print(f"Not run again, as measured before in {folder}: {', '.join(again)}", markup=False)
     if others:

@@ -20,7 +20,7 @@ from onptq.cycle.divergence import DIVERGENCES
 from onptq.engine.prefixes import Prefix, Prefixes
 from onptq.models.decoder import Tokens, TreeCache
 from onptq.models.encoding import PromptBatch
-from onptq.models.language_model import LanguageModel
+from onptq.models.language_model import LanguageModel, Side
 
 TREE_TOKENS = 16384  # branch tokens that are alive at a time, over the whole batch
 ROW_TOKENS = 512  # and in one row: they attend to one another under a mask, so more would cost quadratically
@@ -81,13 +81,17 @@ def branch(
     states: States,
     *,
     horizon: int = 4,
+    side: Side = "Q",
     divergence: str = "js",
     eos_as_max: bool = False,
     count_forced: bool = False,
     everywhere: bool = False,
     advance: Callable[[int], None] = lambda candidates: None,
 ) -> States:
-    """A_t and H_t of every candidate, or with `everywhere` of every state; the other columns are passed on."""
+    """A_t and H_t of every candidate, or with `everywhere` of every state; the other columns are passed on.
+
+    Eq. 8 lets Q continue the forced tokens; with another `side`, D does.
+    """
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     consequence, valid = states.consequence.copy(), states.horizon.copy()
     forked = np.ones(len(states), np.bool_) if everywhere else states.candidates
@@ -100,11 +104,11 @@ def branch(
         if not forests:
             return 0
         response = padded_responses(batch, by_prompt)
-        quant, dense = (prefixes.at_response(index, side, response) for side in ("Q", "D"))
+        prefix = {one: prefixes.at_response(index, one, response) for one in dict.fromkeys((side, "D"))}
         for rows in forests:
             forest = Forest.of(batch, states, rows)
-            tokens = continuations(prefixes.policy, batch, quant, forest, horizon)
-            distance, reach = separation(prefixes.policy, batch, dense, forest, tokens, divergence)
+            tokens = continuations(prefixes.policy, batch, prefix[side], forest, horizon, side)
+            distance, reach = separation(prefixes.policy, batch, prefix["D"], forest, tokens, divergence)
             if count_forced:
                 distance = (distance * reach + FARTHEST) / (reach + 1)
             elif eos_as_max:
@@ -122,12 +126,14 @@ def branch(
     return states.with_columns(consequence=consequence, horizon=valid)
 
 
-def continuations(policy: LanguageModel, batch: PromptBatch, prefix: Prefix, forest: Forest, horizon: int) -> Tensor:
-    """Every forced token and Q's greedy continuation by horizon - 1 more, [B, horizon, N]."""
+def continuations(
+    policy: LanguageModel, batch: PromptBatch, prefix: Prefix, forest: Forest, horizon: int, side: Side = "Q"
+) -> Tensor:
+    """Every forced token and the greedy continuation of `side` by horizon - 1 more, [B, horizon, N]."""
     cache, cached = TreeCache(prefix.cache), prefix.cache.length - batch.width
     positions = forest.positions(batch, horizon)
     levels = [forest.forced]
-    with policy.speaking("Q"):
+    with policy.speaking(side):
         for depth in range(horizon - 1):
             here = slice(depth * forest.branches, (depth + 1) * forest.branches)
             level = Tokens(policy.embed(levels[-1]), positions[..., here], forest.mask(batch, cached, depth, depth + 1))

@@ -16,7 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onptq.bank import States, Trajectory
-from onptq.cycle.objective import Targets, Terms, UpdateSequence, block_energy, make_sequences, measure
+from onptq.cycle.objective import (
+    Targets,
+    Terms,
+    UpdateSequence,
+    UpdateSequences,
+    block_energy,
+    measure,
+    pair_strength,
+)
 from onptq.engine.budget import BatchBudget
 from onptq.errors import OnPTQError
 from onptq.models.encoding import EncodedPrompt
@@ -127,7 +135,9 @@ def calibrate(
     policy.attach(progress.theta)  # before the targets: they take the place of Q's folded weights
 
     critical = states if cfg.gamma > 0 else None
-    items = make_sequences(
+    if critical is not None and cfg.pair_matched:
+        cfg = cfg.model_copy(update={"pair": cfg.pair * pair_strength(critical)})
+    items = UpdateSequences(
         policy,
         prompts,
         trajectories,
@@ -273,7 +283,7 @@ class _Judge:
         every = holdout.states.with_columns(
             critical=np.ones(count, np.bool_), weight=np.full(count, 1 / count, np.float32)
         )
-        self.items = make_sequences(policy, holdout.prompts, holdout.trajectories, every)
+        self.items = UpdateSequences(policy, holdout.prompts, holdout.trajectories, every)
         self.policy, self.targets, self.energy, self.cfg, self.batch_budget = policy, targets, energy, cfg, batch_budget
 
     def consider(self, progress: Progress) -> float:

@@ -28,11 +28,12 @@ class Inputs:
         run: Run,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.policy, self.prompts, self.budgets = policy, prompts, Budgets.of(policy, recipe)
+        self.policy, self.budgets = policy, Budgets.of(policy, recipe)
         self.tokens = batch_budget(run, "tokens", recipe.compute.batch_tokens, warn)
         self.update_prompts = batch_budget(run, "prompts", recipe.calibrate.micro_batch, warn)
         self.prefixes = self._prefixes(prompts, recipe.follow.max_tokens)
-        self.held_out = self._prefixes(holdout, recipe.follow.max_tokens) if holdout else None
+        self.held_out = self._prefixes(holdout, recipe.follow.max_tokens) if len(holdout) else None
+        self.prompts = self.prefixes.prompts
 
     def speak_as(self, theta: Theta) -> None:
         """Make Q what theta folds to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import overload
 
 import numpy as np
 import torch
@@ -16,11 +17,14 @@ from onptq.bank import States, Trajectory
 from onptq.cycle.compare import head_inputs, pair_margin, state_rows
 from onptq.cycle.divergence import kl_divergence
 from onptq.engine.prefixes import whole_prompts
+from onptq.engine.prompts import EncodedPrompts
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.quantizer.policy import Policy
 from onptq.registry import LOSS_TERMS
 
 PAPER_TERMS = ("anchor", "hidden", "pair", "response")
+HUBER_DELTA = 1.0  # Eq. 16, in logits
+ENERGY_ITEMS = 512  # at most, from which a block's energy is measured
 MASSIVE_SHARE = 0.001  # tokens of largest norm that do not count in a block's energy
 
 
@@ -69,35 +73,57 @@ class Terms:
         return dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True))
 
 
-def make_sequences(
-    policy: Policy,
-    prompts: Sequence[EncodedPrompt],
-    trajectories: Sequence[Trajectory],
-    states: States | None,
-    *,
-    modality_balanced: bool = False,
-    every_response: bool = False,
-    consequence: float = 0.0,
-) -> list[UpdateSequence]:
-    """One item per prompt, with its weighted states; the anchor's weights sum to 1 over all prompts (Eq. 14's 1 / |U|).
+class UpdateSequences(Sequence[UpdateSequence]):
+    """One item per prompt, with its weighted states, made when it is asked for; the anchor's weights sum to 1 over all prompts
+    (Eq. 14's 1 / |U|).
 
     With `every_response` the response loss is a mean over all states, critical or not, each with the weight
     1 + `consequence` * A_t.
     """
-    by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
-    share = _anchor_share(prompts, modality_balanced)
-    items = []
-    weights = None if states is None else 1 + consequence * states.consequence.astype(np.float64)
-    for prompt in prompts:
-        rows = np.zeros(0, np.int64)
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: Sequence[EncodedPrompt],
+        trajectories: Sequence[Trajectory],
+        states: States | None,
+        *,
+        modality_balanced: bool = False,
+        every_response: bool = False,
+        consequence: float = 0.0,
+    ) -> None:
+        self.policy, self.prompts, self.states = policy, EncodedPrompts.of(prompts), states
+        self.trajectories = {trajectory.prompt: trajectory for trajectory in trajectories}
+        self.every_response = every_response
+        self._share = _anchor_share(self.prompts, modality_balanced).to(policy.device)
         if states is not None:
-            rows = np.flatnonzero((states.prompt == prompt.ordinal) & (every_response | (states.weight > 0)))
-        item = _make_sequence(policy, prompt, by_prompt.get(prompt.ordinal), states, rows, share)
-        if every_response and weights is not None:
-            shares = torch.from_numpy(weights[rows] / weights.sum())
+            self._rows = states.rows_by_prompt()
+            weights = 1 + consequence * states.consequence.astype(np.float64)
+            self._response_weight = weights / weights.sum()
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, place: int) -> UpdateSequence: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[UpdateSequence]: ...
+    def __getitem__(self, place: int | slice) -> UpdateSequence | list[UpdateSequence]:
+        if isinstance(place, slice):
+            return [self[index] for index in range(len(self))[place]]
+        prompt = self.prompts[place]
+        if self.states is None:
+            return _make_sequence(self.policy, prompt, None, None, np.zeros(0, np.int64), self._share)
+        rows = self._rows.get(prompt.ordinal, np.zeros(0, np.int64))
+        if not self.every_response:
+            rows = rows[self.states.weight[rows] > 0]
+        item = _make_sequence(
+            self.policy, prompt, self.trajectories.get(prompt.ordinal), self.states, rows, self._share
+        )
+        if self.every_response:
+            shares = torch.from_numpy(self._response_weight[rows])
             item = replace(item, response_weight=shares.to(item.weight))
-        items.append(item)
-    return items
+        return item
 
 
 def _make_sequence(
@@ -124,27 +150,27 @@ def _make_sequence(
     return UpdateSequence(sequence, anchor, at, weight, weight, reference.long(), competitor.long(), margin_dense)
 
 
-def _anchor_share(prompts: Sequence[EncodedPrompt], balanced: bool) -> Tensor:
+def _anchor_share(prompts: EncodedPrompts, balanced: bool) -> Tensor:
     """Weight of a prompt token by its modality: equal for all, or such that each modality present weighs the same."""
-    counts = torch.stack([torch.bincount(prompt.modality.long(), minlength=3) for prompt in prompts]).sum(0)
+    counts = prompts.kinds.sum(0)
     if not balanced:
-        return torch.full((3,), 1 / float(counts.sum()), device=counts.device)
+        return torch.full((len(counts),), 1 / float(counts.sum()))
     return torch.where(counts > 0, 1 / (counts.clamp(min=1) * (counts > 0).sum()), 0.0)
 
 
 class Targets:
     """D's residual stream after every block for each item, [L, S, d]: computed alone, so that no batch can change it, and kept
-    while the budget lasts."""
+    while the budget lasts. An update has one response to each prompt, so a sequence is known by its prompt and its length."""
 
     def __init__(self, policy: Policy, budget: int | None) -> None:
         self.policy, self.budget, self.used = policy, budget, 0
-        # By identity: the sequence is held beside its target, so that no other can take its place.
-        self._kept: dict[int, tuple[EncodedPrompt, Tensor]] = {}
+        self._kept: dict[tuple[int, int], Tensor] = {}
 
     @torch.no_grad()
     def of(self, sequence: EncodedPrompt) -> Tensor:
-        kept = self._kept.get(id(sequence))
-        if kept is None:
+        key = sequence.ordinal, sequence.length
+        target = self._kept.get(key)
+        if target is None:
             blocks: list[Tensor] = []
             with self.policy.speaking("D"):
                 self.policy.run(
@@ -152,19 +178,20 @@ class Targets:
                 )
             target = torch.stack(blocks)
             if self.budget is None or self.used + target.nbytes <= self.budget:
-                self._kept[id(sequence)] = sequence, target
+                self._kept[key] = target
                 self.used += target.nbytes
-            return target
-        return kept[1]
+        return target
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def block_energy(targets: Targets, items: Iterable[UpdateSequence]) -> Tensor:
+def block_energy(targets: Targets, items: Sequence[UpdateSequence]) -> Tensor:
     """Mean dense energy per channel after each block over the anchor's tokens, [L], without the few massive ones that would
-    drown the rest."""
+    drown the rest; of so many items that all of them would say no more, some are taken, spread evenly."""
+    count = min(len(items), ENERGY_ITEMS)
+    items = [items[place] for place in torch.linspace(0, len(items) - 1, count).round().int().tolist()]
     energies = [_wide(targets.of(item.sequence)[:, item.anchor > 0]).square().mean(-1) for item in items]
     per_token = torch.cat(energies, dim=1).sort(dim=1).values  # [L, U]
     count = per_token.shape[1]
@@ -261,6 +288,17 @@ def _decision_terms(
     return pair, response
 
 
+def pair_strength(states: States) -> float:
+    """What the pair loss is multiplied by so that it begins as strong as with equal weights for all states: the mean of all
+    states' Huber losses over their weighted mean, by the margins in the bank. 1 where nothing is lost."""
+    quant, dense = (torch.from_numpy(each.astype(np.float64)) for each in (states.margin_quant, states.margin_dense))
+    losses = huber_loss(quant, dense, reduction="none", delta=HUBER_DELTA).numpy()
+    if not (losses * states.weight).any():
+        return 1.0
+    factor = losses.mean() / np.average(losses, weights=states.weight.astype(np.float64))
+    return float(np.float32(factor))  # exactly 1 of equal weights
+
+
 def decision_losses(
     policy: Policy, dense: Tensor, quant: Tensor, reference: Tensor, competitor: Tensor, margin_dense: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -274,4 +312,4 @@ def decision_losses(
     else:
         z_dense, z_quant = policy.logits(dense).detach(), policy.logits(quant)
         margin, response = pair_margin(z_quant, reference, competitor), kl_divergence(z_dense, z_quant)
-    return huber_loss(margin, margin_dense, reduction="none", delta=1.0), response
+    return huber_loss(margin, margin_dense, reduction="none", delta=HUBER_DELTA), response

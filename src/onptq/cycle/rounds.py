@@ -65,7 +65,7 @@ class Cycle:
         """Q's own greedy rollouts, or the dense model's."""
 
         def compute() -> list[Trajectory]:
-            with self.reporter.phase(label, total=_count(prefixes), unit="prompts") as bar:
+            with self.reporter.phase(label, total=len(prefixes.prompts), unit="prompts") as bar:
                 return follow(prefixes, "Q" if policy == "quantized" else "D", advance=bar.advance)
 
         return self.run.step(name, TRAJECTORIES, compute)
@@ -74,7 +74,7 @@ class Cycle:
         """D and Q at every state that the rollouts visited."""
 
         def compute() -> States:
-            with self.reporter.phase(label, total=_count(prefixes), unit="prompts") as bar:
+            with self.reporter.phase(label, total=len(prefixes.prompts), unit="prompts") as bar:
                 tol = self.recipe.risk.near_miss_tol
                 return compare(prefixes, trajectories, near_miss_tol=tol, advance=bar.advance)
 
@@ -130,8 +130,7 @@ class Cycle:
             return None
         trajectories = self.follow(f"{name}/holdout_trajectories.parquet", f"Follow {label}", held_out)
         states = self.compare(f"{name}/holdout.parquet", f"Compare {label}", held_out, trajectories)
-        prompts = [prompt for batch in held_out.batches for prompt in batch.prompts]
-        return Holdout(sorted(prompts, key=lambda prompt: prompt.ordinal), trajectories, states)
+        return Holdout(held_out.prompts, trajectories, states)
 
     def update(self, k: int, trajectories: Sequence[Trajectory], states: States, theta: Theta) -> Theta:
         cfg, saved = self.recipe.calibrate, f"rounds/{k}/{HALFWAY}"
@@ -189,10 +188,6 @@ def read_update(run: Run, k: int) -> dict[str, int]:
         return update
     logged = [e for e in run.events() if e["event"] == "calibrated" and e["round"] == k and "arm" not in e]
     return {key: logged[-1][key] for key in ("steps", "best_step")}
-
-
-def _count(prefixes: Prefixes) -> int:
-    return sum(len(batch.prompts) for batch in prefixes.batches)
 
 
 def bank_figures(states: States) -> dict[str, float]:

@@ -48,8 +48,7 @@ class Prompts:
 
     def describe(self) -> str:
         """One line: how many calibrate, how many are held out, of how many, with which media."""
-        kinds = Counter(_kinds(prompt) for prompt in self.every)
-        shown = ", ".join(f"{count} with {kind}" if kind else f"{count} text only" for kind, count in kinds.items())
+        shown = describe_kinds(self.every)
         counts = f"{len(self.calibration)} prompts calibrate and {len(self.holdout)} are held out, of {self.given}"
         return f"{counts} ({shown})" if shown else counts
 
@@ -73,6 +72,12 @@ def describe_skipped(bad: Sequence[str]) -> str:
     """How many prompts are skipped, and of the first ones which and why."""
     shown = "".join(f"\n  {why}" for why in bad[:SHOWN_ERRORS])
     return f"{len(bad)} bad prompts are skipped:{shown}" + ("\n  ..." if len(bad) > SHOWN_ERRORS else "")
+
+
+def describe_kinds(prompts: Sequence[Prompt]) -> str:
+    """How many prompts have which media."""
+    kinds = Counter(_kinds(prompt) for prompt in prompts)
+    return ", ".join(f"{count} with {kind}" if kind else f"{count} text only" for kind, count in kinds.items())
 
 
 def _kinds(prompt: Prompt) -> str:

@@ -39,17 +39,17 @@ def load_manifest(
     and its error is appended there. `note` is called with ignored columns and with answers that ended a conversation.
     """
     manifest = Path(path)
-    reader = _Reader(manifest, modalities)
+    reader = Reader(manifest, modalities)
     prompts: list[Prompt] = []
     problems: list[str] = []
-    for ordinal, (place, raw) in enumerate(_records(manifest)):
+    for ordinal, (place, raw) in enumerate(records(manifest)):
         if limit is not None and len(prompts) + (0 if bad is not None else len(problems)) >= limit:
             break
         if bad is None and len(problems) == SHOWN_ERRORS:
             break
         label = f"{manifest} {place}"
         try:
-            record = _decode(raw)
+            record = decode_record(raw)
             label += f" (id {record['id']!r})" if "id" in record else ""
             prompt = reader.read(record, ordinal, place)
             if usable is not None:
@@ -102,7 +102,7 @@ def _content(prompt: Prompt) -> list[Any]:
     return [[dict(message) for message in prompt.messages], media]
 
 
-def _records(manifest: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+def records(manifest: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
     suffix = manifest.suffix.lower()
     if suffix not in SUFFIXES:
         raise OnPTQError(f"{manifest}: a manifest ends in {', '.join(SUFFIXES)}; got {suffix or 'no suffix'}")
@@ -140,7 +140,7 @@ def _parquet_rows(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise OnPTQError(f"{manifest} is not a readable parquet file: {error}") from error
 
 
-def _decode(raw: bytes | dict[str, Any]) -> dict[str, Any]:
+def decode_record(raw: bytes | dict[str, Any]) -> dict[str, Any]:
     """The record without nulls: a parquet row has every column, and a null is a field that was not given."""
     if isinstance(raw, dict):
         return _without_nulls(raw)
@@ -168,7 +168,7 @@ def _without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class _Reader:
+class Reader:
     """A reader of records. A file that several of them name is read once."""
 
     manifest: Path
@@ -204,7 +204,7 @@ class _Reader:
     def _fetch(self, kind: str, source: Any) -> Media:
         name, data = _locate(kind, source)
         if data is not None:
-            return _check(kind, "embedded in the manifest", data, Media(None, _sha256(data), data))
+            return check_media(kind, "embedded in the manifest", data, Media(None, _sha256(data), data))
         path = self.manifest.parent / name
         if (kind, path) not in self.files:
             try:
@@ -213,7 +213,7 @@ class _Reader:
                 raise OnPTQError(f"{kind} {name!r} not found (looked for {str(path.absolute())!r})") from None
             except OSError as error:
                 raise OnPTQError(f"{kind} {name!r} cannot be read: {error.strerror or error}") from None
-            self.files[kind, path] = _check(kind, repr(name), data, Media(path.absolute(), _sha256(data)))
+            self.files[kind, path] = check_media(kind, repr(name), data, Media(path.absolute(), _sha256(data)))
         return self.files[kind, path]
 
 
@@ -243,7 +243,7 @@ def _locate(kind: str, source: Any) -> tuple[str, bytes | None]:
     return source, None
 
 
-def _check(kind: str, name: str, data: bytes, media: Media) -> Media:
+def check_media(kind: str, name: str, data: bytes, media: Media) -> Media:
     if not data:
         raise OnPTQError(f"{kind} {name} is empty")
     if len(data) > MAX_BYTES:

@@ -21,21 +21,22 @@ SHARE_OF_FREE = 0.5  # of the device's free memory, for prefixes and targets tog
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes for prefixes and dense targets cached between steps (None: unlimited), and what is held of Q's weights: floats,
-    integers that are multiplied as they are, codes that become floats in every forward, or nothing, so that they are computed
-    from D's and theta in every forward."""
+    """Bytes for encoded prompts, and for prefixes and dense targets cached between steps (None: unlimited), and what is held of
+    Q's weights: floats, integers that are multiplied as they are, codes that become floats in every forward, or nothing, so
+    that they are computed from D's and theta in every forward."""
 
     prefixes: int | None = None
     targets: int | None = None
     keep: Held = "floats"
+    prompts: int | None = None
 
     @classmethod
     def within(cls, free: int, floats: int, codes: int, recipe: Recipe, on_gpu: bool) -> Budgets:
-        """Half of the `free` bytes, shared by prefixes and targets. Q's weights, which take so many bytes as `floats` and as
-        `codes`, stay as integers, floats or codes where these fit beside that."""
+        """A quarter of the `free` bytes each for prefixes, for targets and, before these, for prompts. Q's weights, which take
+        so many bytes as `floats` and as `codes`, stay as integers, floats or codes where these fit beside that."""
         cache = recipe.compute.cache_gib
-        budget = int(SHARE_OF_FREE * free) if cache is None else int(cache * 2**30)
-        return cls(budget // 2, budget // 2, keep_of_q(free, cache, floats, codes, recipe, on_gpu))
+        each = cached_bytes(free, cache)
+        return cls(each, each, keep_of_q(free, cache, floats, codes, recipe, on_gpu), each)
 
     @classmethod
     def of(cls, policy: Policy, recipe: Recipe) -> Budgets:
@@ -43,6 +44,11 @@ class Budgets:
         parameters = [parameter for block in policy.structure.blocks for parameter in block.module.parameters()]
         floats, codes = sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters)
         return cls.within(free_memory(policy.device), floats, codes, recipe, policy.device.type == "cuda")
+
+
+def cached_bytes(free: int, cache_gib: float | None) -> int:
+    """The budget of one kind of what is cached: half of the recipe's, or of a share of the `free` bytes."""
+    return (int(SHARE_OF_FREE * free) if cache_gib is None else int(cache_gib * 2**30)) // 2
 
 
 def keep_of_q(free: int, cache_gib: float | None, floats: int, codes: int, recipe: Recipe, on_gpu: bool) -> Held:

@@ -6,7 +6,7 @@ is bit for bit the old one. Only a batch that does not fit into memory is split 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onptq.engine.budget import BatchBudget, give_back_memory
+from onptq.engine.prompts import EncodedPrompts
 from onptq.errors import OnPTQError
 from onptq.models.decoder import KVCache, Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
@@ -41,6 +42,46 @@ class Prefix:
         return self.cache.nbytes + self.last.nbytes
 
 
+class Batches(Sequence[PromptBatch]):
+    """Prompts of like length together, at most `batch_tokens` padded slots a batch. A batch is put together when it is asked
+    for, and only the last one is kept."""
+
+    def __init__(self, prompts: EncodedPrompts, batch_tokens: int, max_tokens: int) -> None:
+        self._prompts, self._max_tokens = prompts, max_tokens
+        self._lengths, self._ordinals = prompts.lengths, prompts.ordinals
+        self._places = self._partition(range(len(prompts)), batch_tokens)
+        self._last: tuple[int, PromptBatch] | None = None
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> PromptBatch:  # type: ignore[override]
+        if self._last is None or self._last[0] != index:
+            self._last = None  # its memory is free before the next one is put together
+            self._last = index, PromptBatch.of([self._prompts[place] for place in self._places[index]])
+        return self._last[1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of prompts of every batch."""
+        return [len(places) for places in self._places]
+
+    def split(self, index: int, batch_tokens: int) -> None:
+        """Put the prompts from batch `index` on into batches of another size."""
+        places = [place for places in self._places[index:] for place in places]
+        self._places[index:] = self._partition(places, batch_tokens)
+        self._last = None
+
+    def _partition(self, places: Iterable[int], batch_tokens: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        for place in sorted(places, key=lambda place: (self._lengths[place], self._ordinals[place])):
+            if groups and (len(groups[-1]) + 1) * (self._lengths[place] + self._max_tokens) <= batch_tokens:
+                groups[-1].append(place)
+            else:
+                groups.append([place])
+        return groups
+
+
 class Prefixes:
     """Batches of prompts and their prefixes under D (cached for the whole run) and Q (cached until Q changes)."""
 
@@ -57,7 +98,8 @@ class Prefixes:
         self.batch_budget = (
             batch_tokens if isinstance(batch_tokens, BatchBudget) else BatchBudget(batch_tokens, "tokens")
         )
-        self.batches = [PromptBatch.of(group) for group in _partition(prompts, self.batch_budget.size, max_tokens)]
+        self.prompts = EncodedPrompts.of(prompts)
+        self.batches = Batches(self.prompts, self.batch_budget.size, max_tokens)
         self._cached: dict[_Key, Prefix] = {}
 
     def map_batches(self, work: Callable[[int], T], *others: Prefixes) -> Iterator[T]:
@@ -83,7 +125,7 @@ class Prefixes:
 
     def batch_like(self, other: Prefixes) -> None:
         """Bring both, which hold the same prompts, into the same batches, also where either had to be split."""
-        if [len(batch.prompts) for batch in self.batches] != [len(batch.prompts) for batch in other.batches]:
+        if self.batches.sizes != other.batches.sizes:
             for prefixes in (self, other):
                 prefixes._split(0, min(self.batch_budget.size, other.batch_budget.size))
 
@@ -102,9 +144,7 @@ class Prefixes:
 
     def _split(self, index: int, batch_tokens: int) -> None:
         self._cached.clear()
-        prompts = [prompt for batch in self.batches[index:] for prompt in batch.prompts]
-        groups = _partition(prompts, batch_tokens, self.max_tokens)
-        self.batches[index:] = [PromptBatch.of(group) for group in groups]
+        self.batches.split(index, batch_tokens)
 
     def forget(self, side: Side) -> None:
         """Free the memory of one side's prefixes.
@@ -183,14 +223,3 @@ def causal_mask(real: Tensor, first: int) -> Tensor:
     """[B, 1, S, K]: queries are the slots from `first` on, keys are all slots; causal, and only real keys."""
     slots = torch.arange(real.shape[1], device=real.device)
     return (slots[first:, None] >= slots)[None, None] & real[:, None, None, :]
-
-
-def _partition(prompts: Sequence[EncodedPrompt], batch_tokens: int, max_tokens: int) -> list[list[EncodedPrompt]]:
-    """Prompts of like length together, at most `batch_tokens` padded slots a batch."""
-    groups: list[list[EncodedPrompt]] = []
-    for prompt in sorted(prompts, key=lambda prompt: (prompt.length, prompt.ordinal)):
-        if groups and (len(groups[-1]) + 1) * (prompt.length + max_tokens) <= batch_tokens:
-            groups[-1].append(prompt)
-        else:
-            groups.append([prompt])
-    return groups

@@ -51,7 +51,7 @@ def keep_better(cycle: Cycle, calibrated: Theta, read_init: Callable[[], Theta])
 
 def choose(before: States, after: Holdout, seed: int) -> Choice:
     """The init where KL did not fall, or where mismatch rose beyond chance; else the calibrated theta."""
-    prompts = [prompt.ordinal for prompt in after.prompts]
+    prompts = [trajectory.prompt for trajectory in after.trajectories]
     resampler = Resampler(seed)
     measures = [behaviour_measures(states, prompts) for states in (before, after.states)]
     differences = {name: resampler.difference(*(each[name] for each in measures)) for name in JUDGED}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,7 @@ class Label:
     """How a measure is called and shown, and whether less of it is better."""
 
     name: str
-    less_is_better: bool = True
+    less_is_better: bool | None = True  # None: neither
     percent: bool = False
     digits: int = 1
 
@@ -31,6 +32,7 @@ BEHAVIOUR = {
     "kl": Label("KL", digits=4),
     "js": Label("JS", digits=4),
     "mismatch": Label("mismatch", percent=True),
+    "noise": Label("noise floor", less_is_better=None, percent=True, digits=2),
     "erosion": Label("erosion", digits=3),
     "first_fork": Label("first fork", less_is_better=False),
     "js_before_fork": Label("JS before the fork", digits=4),
@@ -40,6 +42,18 @@ BEHAVIOUR = {
     "js_at_fork": Label("JS at the fork", digits=4),
     "forked": Label("prompts with a fork", percent=True),
 }
+# How many decisions change is one thing, how much is damaged by that another.
+DAMAGE = {
+    "near_tie": Label("near ties", percent=True),
+    "clear": Label("clear mismatch", percent=True),
+    "cwm": Label("CWM", percent=True, digits=2),
+    "dense_path_mismatch": Label("dense-path mismatch", percent=True),
+    "dense_path_kl": Label("dense-path KL", digits=4),
+    "reworded": Label("reworded", percent=True),
+    "length": Label("length", less_is_better=None, percent=True),
+    "loops": Label("loops", percent=True),
+}
+PERCENTILES = {f"kl_p{share}": Label(f"KL p{share}", digits=5) for share in (50, 95, 99)}
 # On the joint-critical states that all candidates of a scheme share, not on a candidate's own.
 CRITICAL = {
     "critical_flips": Label("margin flips", percent=True),
@@ -50,6 +64,7 @@ _RATIOS: Mapping[str, tuple[str, str | None]] = {
     "kl": ("kl", "states"),
     "js": ("js", "states"),
     "mismatch": ("mismatches", "states"),
+    "noise": ("disagreements", "states"),
     "erosion": ("erosion", "states"),
     "first_fork": ("common", None),
     "forked": ("forked", None),
@@ -68,6 +83,10 @@ CHANGES = {
     "changed": Label("answers changed", percent=True),
     "changed_wrong": Label("changed though wrong before and after", percent=True),
 }
+CONTENT = {
+    "content_worse": Label("content worse", percent=True),
+    "content_better": Label("content better", less_is_better=None, percent=True),
+}
 AVERAGE = "average"
 
 
@@ -79,13 +98,13 @@ def labels(items: Sequence[Item]) -> dict[str, Label]:
     }
     if any(not label.less_is_better for label in scores.values()):
         scores[AVERAGE] = Label("average score", False, True)
-    return scores | CHANGES | BEHAVIOUR | CRITICAL
+    return scores | CHANGES | CONTENT | BEHAVIOUR | DAMAGE | PERCENTILES | CRITICAL
 
 
 def score_measures(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, Measure]:
     """One per task, and their unweighted mean where more is better."""
     measures, averaged = {}, []
-    for task, (of_task, given) in _by_task(items, answers).items():
+    for task, (of_task, given) in by_task(items, answers).items():
         part = Part(task, np.array([one.points for one in given]), np.array([one.total for one in given]))
         measures[task] = Measure((part,), 100)
         if of_task[0].measure != "word errors":
@@ -95,7 +114,7 @@ def score_measures(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str
 
 def change_measures(items: Sequence[Item], dense: Sequence[Answer], other: Sequence[Answer]) -> dict[str, Measure]:
     """Flips of correctness, texts that changed, and those of them that are wrong before and after; over all tasks."""
-    before, after = _by_task(items, dense), _by_task(items, other)
+    before, after = by_task(items, dense), by_task(items, other)
     parts: dict[str, list[Part]] = {name: [] for name in CHANGES}
     for task, (of_task, was) in before.items():
         now = after[task][1]
@@ -123,14 +142,9 @@ def behaviour_measures(states: States, prompts: Sequence[int]) -> dict[str, Meas
 
 def critical_measures(margins: Margins, prompts: Sequence[int]) -> dict[str, Measure]:
     """Of the joint-critical states, how many have lost their margin, and how much of it each has lost on average."""
-    order = {prompt: place for place, prompt in enumerate(prompts)}
-    place = np.array([order[prompt] for prompt in margins.prompt[margins.critical].tolist()], np.int64)
     quant, dense = margins.quant[margins.critical], margins.dense[margins.critical]
-
-    def total(values: Column) -> Column:
-        return np.bincount(place, values.astype(np.float64), minlength=len(prompts))
-
-    count = total(np.ones(len(place)))
+    total = partial(sums, places(margins.prompt[margins.critical], prompts), len(prompts))
+    count = total(np.ones(len(quant)))
     return {
         "critical_flips": Measure((Part(PROMPTS, total(quant < 0), count),), 100),
         "critical_erosion": Measure((Part(PROMPTS, total(np.maximum(dense - quant, 0)), count),)),
@@ -146,7 +160,7 @@ def judged(items: Sequence[Item], answers: Sequence[Answer]) -> Column:
     return right([one for item, one in paired(items, answers) if item.measure == "accuracy"])
 
 
-def _by_task(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, tuple[list[Item], list[Answer]]]:
+def by_task(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, tuple[list[Item], list[Answer]]]:
     tasks: dict[str, tuple[list[Item], list[Answer]]] = {}
     for item, given in paired(items, answers):
         of_task, answered = tasks.setdefault(item.task, ([], []))
@@ -161,13 +175,8 @@ def per_prompt(states: States, prompts: Sequence[int]) -> dict[str, Column]:
     The first fork is the first state whose decision differs; up to it both models, answering alone, say the same.
     States before it, the fork itself and states after it are summed apart.
     """
-    order = {prompt: place for place, prompt in enumerate(prompts)}
-    place = np.array([order[prompt] for prompt in states.prompt.tolist()], np.int64)
-    count = len(prompts)
-
-    def total(values: Column) -> Column:
-        return np.bincount(place, values.astype(np.float64), minlength=count)
-
+    place, count = places(states.prompt, prompts), len(prompts)
+    total = partial(sums, place, count)
     mismatch = states.kind == MISMATCH
     fork = np.full(count, np.inf)
     np.minimum.at(fork, place[mismatch], states.t[mismatch])
@@ -177,9 +186,10 @@ def per_prompt(states: States, prompts: Sequence[int]) -> dict[str, Column]:
         "at_fork": states.t == fork[place],
         "after_fork": states.t > fork[place],
     }
-    sums = {
+    found = {
         "states": lengths,
         "mismatches": total(mismatch),
+        "disagreements": total(states.token != states.quantized),
         "erosion": total(states.erosion),
         "js": total(states.js),
         "kl": total(states.kl),
@@ -187,9 +197,20 @@ def per_prompt(states: States, prompts: Sequence[int]) -> dict[str, Column]:
         "forked": np.isfinite(fork).astype(np.float64),
     }
     for side, chosen in sides.items():
-        sums |= {
+        found |= {
             f"states_{side}": total(chosen),
             f"js_{side}": total(states.js * chosen),
             f"kl_{side}": total(states.kl * chosen),
         }
-    return sums
+    return found
+
+
+def places(of_states: Column, prompts: Sequence[int]) -> Column:
+    """The place in `prompts` of each state's prompt."""
+    order = {prompt: place for place, prompt in enumerate(prompts)}
+    return np.array([order[prompt] for prompt in of_states.tolist()], np.int64)
+
+
+def sums(place: Column, count: int, values: Column) -> Column:
+    """Of the values of states, the sum over each of `count` prompts."""
+    return np.bincount(place, values.astype(np.float64), minlength=count)

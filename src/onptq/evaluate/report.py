@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from onptq.evaluate.candidates import DENSE
+from onptq.evaluate.critical import HORIZON
+from onptq.evaluate.damage import NEAR_TIE
 from onptq.evaluate.metrics import Label
-from onptq.evaluate.scores import Flips, Scores
+from onptq.evaluate.scores import Scores
 from onptq.evaluate.statistics import Interval, fewest_differing
 from onptq.evaluate.summary import ModelReport, Pair, Report
 
 ABSENT = "-"
 FEW = 50  # clusters below which a percentile bootstrap is too narrow
-BEHAVIOUR = ("kl", "js", "mismatch", "erosion", "first_fork", "js_before_fork", "js_after_fork")
+FEW_SEEDS = 10
+BEHAVIOUR = ("kl", "js", "mismatch", "noise", "erosion", "first_fork", "js_before_fork", "js_after_fork")
 CRITICAL = ("critical_flips", "critical_erosion")
+ON_PROMPTS = ("near_tie", "clear", "cwm", "dense_path_mismatch", "dense_path_kl", "reworded", "length", "loops")
+ON_ITEMS = ("content_worse", "content_better")
+PERCENTILES = ("kl_p50", "kl_p95", "kl_p99")
 SUMMARY = {"flips": "flips %", "changed": "changed %", "mismatch": "mismatch %", "kl": "KL"}
 CRITICAL_NOTE = (
     "Margin flips and critical erosion: on joint-critical states, the same for all candidates of a scheme. These are decisions "
@@ -22,6 +29,13 @@ CRITICAL_NOTE = (
     "all its states. A margin is flipped where the reference token lies below the competitor of that state; for rtn that is "
     "so by definition."
 )
+PROMPTS_NOTE = (
+    f"Near ties: mismatches where the dense model's margin between the two tokens is below {NEAR_TIE} logits; clear: all others. "
+    f"CWM: mismatches weighted by how far the dense model's next {HORIZON} tokens part behind the two tokens. Dense path: on the "
+    "dense model's responses, the same states for all. Reworded: responses in other tokens than the dense model's; length: mean "
+    "tokens of a response, the dense model's being 100; loops: responses that repeat themselves until they are cut off."
+)
+ITEMS_NOTE = "Content: answers that score worse or better than the dense model's."
 WORDS = {"better": "better in", "worse": "worse in", "open": "not distinguishable in", "same": "equal in"}
 
 
@@ -36,7 +50,8 @@ class ReportTable:
 def tables(report: Report) -> list[ReportTable]:
     parts = [_scores(report)] if report.items else []
     parts += [_behaviour(report)] if report.prompts else []
-    return [*parts, _cost(report)]
+    parts += [table for table in (_damage(report), _percentiles(report)) if table.rows]
+    return [_with_labels(table, report) for table in (*parts, _cost(report))]
 
 
 def summary_table(report: Report) -> ReportTable:
@@ -60,7 +75,11 @@ def summary_table(report: Report) -> ReportTable:
         notes.append(
             f"mismatch, KL: next-token decisions and distributions, on own answers to {report.prompts} prompts."
         )
-    return ReportTable("", header, rows, " ".join(notes))
+    return _with_labels(ReportTable("", header, rows, " ".join(notes)), report)
+
+
+def _with_labels(table: ReportTable, report: Report) -> ReportTable:
+    return replace(table, rows=[[report.shown.get(name, name), *cells] for name, *cells in table.rows])
 
 
 def _sizes(report: Report) -> str:
@@ -79,7 +98,8 @@ def sentence(pair: Pair, report: Report) -> str:
         if verdict in WORDS and name in _mentioned(report, pair):
             by_verdict.setdefault(verdict, []).append(_difference(name, verdict, pair, report.labels[name]))
     claims = [f"{words} {', '.join(by_verdict[verdict])}" for verdict, words in WORDS.items() if verdict in by_verdict]
-    subject = f"{pair.second} against {pair.first}: "
+    second, first = (report.shown.get(name, name) for name in (pair.second, pair.first))
+    subject = f"{second} against {first}: "
     if set(by_verdict) == {"same"}:
         return f"{subject}no difference in anything measured."
     claims += _against_dense(pair, report)
@@ -99,7 +119,20 @@ def notes(report: Report) -> list[str]:
     ]
     if not report.all_paired:
         texts.append("So many candidates are paired with the dense model and with those of the same scheme alone.")
+    texts += _on_seeds(report)
     return texts + caveats({task: one.items for task, one in _tasks(report).tasks.items()}, report.prompts)
+
+
+def _on_seeds(report: Report) -> Iterator[str]:
+    counts = [len(model.seeds) for model in report.models.values() if model.seeds]
+    if not counts:
+        return
+    yield (
+        "Several seeds: figures are means over seeds, ± is their standard deviation, and intervals resample seeds as well as "
+        "items and prompts. Candidates with as many seeds are paired seed by seed. Their flips count by the interval alone."
+    )
+    if min(counts) < FEW_SEEDS:
+        yield f"Only {min(counts)} seeds: intervals from so few are too narrow."
 
 
 def caveats(items: Mapping[str, int], prompts: int) -> list[str]:
@@ -129,7 +162,7 @@ def _scores(report: Report) -> ReportTable:
     names = report.labels
     dense = _tasks(report)
     shown = [*dense.tasks, *(["average"] if "average" in report.models[DENSE].figures else [])]
-    flips = any(model.change is not None and model.change.total.items for model in report.models.values())
+    flips = any("flips" in model.figures for model in report.models.values())
     header = ["", *("average" if task == "average" else names[task].name for task in shown)]
     header += ["flips", "to wrong", "to right"] if flips else []
     header += ["changed", *(["changed, still wrong"] if flips else [])]
@@ -137,8 +170,7 @@ def _scores(report: Report) -> ReportTable:
     for name, model in report.models.items():
         cells = [name, *(_estimate(model, names, task) for task in shown)]
         if flips:
-            total = None if model.change is None else model.change.total
-            cells += [_estimate(model, names, "flips"), *_directions(total)]
+            cells += [_estimate(model, names, "flips"), *_directions(model)]
         cells.append(_estimate(model, names, "changed"))
         cells += [_estimate(model, names, "changed_wrong")] if flips else []
         rows.append(cells)
@@ -164,9 +196,34 @@ def _behaviour(report: Report) -> ReportTable:
     ]
     note = (
         f"Each candidate on its own greedy answers to {report.prompts} prompts, against the dense model on the same "
-        "token ids. KL, JS in nats and erosion in logits, per token; first fork: tokens until the first decision that differs."
+        "token ids. KL, JS in nats and erosion in logits, per token; first fork: tokens until the first decision that differs. "
+        "Noise floor: states where the quantized model disagrees with itself, cached decoding having written another token than "
+        "the forward of the whole answer chooses; a mismatch of that size says nothing."
     )
     return ReportTable("Behaviour", header, rows, f"{note} {CRITICAL_NOTE}" if critical else note)
+
+
+def _damage(report: Report) -> ReportTable:
+    notes = [*([PROMPTS_NOTE] if report.prompts else []), *([ITEMS_NOTE] if report.items else [])]
+    return _figures(report, "Damage", (*ON_PROMPTS, *ON_ITEMS), " ".join(notes))
+
+
+def _percentiles(report: Report) -> ReportTable:
+    note = "KL of single states, in nats, on own responses: half of them are below p50, one in a hundred is above p99."
+    return _figures(report, "Percentiles", PERCENTILES, note)
+
+
+def _figures(report: Report, title: str, columns: Sequence[str], note: str) -> ReportTable:
+    """Of the columns those of which something was measured, with the models of which something was."""
+    shown = [name for name in columns if any(name in model.figures for model in report.models.values())]
+    names = report.labels
+    header = ["", *(names[name].name + (" %" if names[name].percent else "") for name in shown)]
+    rows = [
+        [name, *(_estimate(model, names, key) for key in shown)]
+        for name, model in report.models.items()
+        if any(key in model.figures for key in shown)
+    ]
+    return ReportTable(title, header, rows, note)
 
 
 def _cost(report: Report) -> ReportTable:
@@ -176,12 +233,16 @@ def _cost(report: Report) -> ReportTable:
         shown = ABSENT if seconds is None else f"{seconds:.1f}"
         rows.append([name, shown, _size(model.cost.get("peak_bytes")), _size(model.cost.get("checkpoint_bytes"))])
     note = "Seconds and peak memory of calibration, where it was done here; on a CPU the whole process counts."
+    if any(model.seeds for model in report.models.values()):
+        note += " Of several seeds: the mean of the seconds, the most memory."
     return ReportTable("Cost", ["", "seconds", "peak memory", "checkpoint"], rows, note)
 
 
 def _mentioned(report: Report, pair: Pair) -> set[str]:
     scores = {*_tasks(report).tasks, "average"}
-    return scores if pair.first == DENSE else {*scores, "flips", "changed", *BEHAVIOUR, *CRITICAL}
+    if pair.first == DENSE:
+        return scores
+    return {*scores, "flips", "changed", *BEHAVIOUR, "clear", "cwm", *CRITICAL} - {"noise"}
 
 
 def _difference(name: str, verdict: str, pair: Pair, label: Label) -> str:
@@ -190,8 +251,9 @@ def _difference(name: str, verdict: str, pair: Pair, label: Label) -> str:
     interval, digits = pair.differences[name], 2 if label.percent else label.digits
     value, low, high = (f"{number:+.{digits}f}" for number in (interval.value, interval.low, interval.high))
     points = " points" if label.percent else ""
-    test = f", McNemar p = {_p(pair.mcnemar['flips'].p)}" if name == "flips" else ""
-    few = ", too few differ" if verdict == "open" and interval.excludes_zero and name != "flips" else ""
+    tested = name == "flips" and name in pair.mcnemar
+    test = f", McNemar p = {_p(pair.mcnemar['flips'].p)}" if tested else ""
+    few = ", too few differ" if verdict == "open" and interval.excludes_zero and not tested else ""
     return f"{label.name} ({value}{points} [{low}, {high}]{test}{few})"
 
 
@@ -212,11 +274,19 @@ def _estimate(model: ModelReport, names: Mapping[str, Label], name: str) -> str:
         return ABSENT
     digits = names[name].digits
     shown = f"{interval.value:.{digits}f}"
+    if name in model.spread:
+        shown += f" ± {model.spread[name]:.{digits + 1}f}" if model.spread[name] else " ± 0"
     return shown if interval.low is None else f"{shown} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
 
 
-def _directions(flips: Flips | None) -> tuple[str, str]:
-    return (ABSENT, ABSENT) if flips is None else (str(flips.right_to_wrong), str(flips.wrong_to_right))
+def _directions(model: ModelReport) -> tuple[str, str]:
+    """Answers that turned wrong and right; of several seeds, their means."""
+    if model.change is not None:
+        return str(model.change.total.right_to_wrong), str(model.change.total.wrong_to_right)
+    flips = [one.change.total for one in model.seeds.values() if one.change is not None]
+    if not flips:
+        return ABSENT, ABSENT
+    return f"{fmean(one.right_to_wrong for one in flips):.1f}", f"{fmean(one.wrong_to_right for one in flips):.1f}"
 
 
 def _p(value: float) -> str:

@@ -13,11 +13,14 @@ from onptq.checkpoint.source import Source
 from onptq.cycle.inputs import Inputs
 from onptq.data.calibration import in_order
 from onptq.data.prompts import Prompt
-from onptq.engine.budget import BatchBudget
+from onptq.engine.budget import BatchBudget, cached_bytes
+from onptq.engine.memory import free_memory
 from onptq.engine.prefixes import Prefixes
+from onptq.engine.prompts import EncodedPrompts
 from onptq.evaluate.answers import Questions
+from onptq.evaluate.candidates import folder_name
 from onptq.evaluate.tasks import Item
-from onptq.models.encoding import EncodedPrompt, encode
+from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import LanguageModel
 from onptq.models.processing import PromptProcessor
 from onptq.progress import LoggedReporter, Reporter
@@ -55,8 +58,8 @@ class Session:
         self._questions: Questions | None = None
         self._prefixes: Prefixes | None = None
         self._inputs: dict[tuple[int, ...], Inputs] = {}
-        self._prompts: list[EncodedPrompt] | None = None
-        self._calibration: dict[tuple[int, int], list[EncodedPrompt]] = {}
+        self._prompts: EncodedPrompts | None = None
+        self._calibration: dict[tuple[int, int], EncodedPrompts] = {}
 
     def policy(self, scheme: Scheme | None = None) -> Policy:
         """The dense policy of that scheme; without one, of whichever is loaded."""
@@ -107,7 +110,7 @@ class Session:
         tokens = self.recipe.follow.max_tokens
         return Prefixes(model, prompts, max_tokens=tokens, batch_tokens=self.batch_tokens, budget=budget)
 
-    def calibration_prompts(self, recipe: Recipe) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
+    def calibration_prompts(self, recipe: Recipe) -> tuple[EncodedPrompts, EncodedPrompts]:
         """Calibration and held-out prompts of a recipe, encoded together as its run would encode them."""
         used = in_order(self.calibration[: recipe.data.prompts])
         held_out = in_order(self.holdout[: recipe.data.holdout])
@@ -131,7 +134,10 @@ class Session:
             self._inputs[key] = Inputs(policy, prompts, held_out, recipe, run, self.reporter.warn)
         return self._inputs[key]
 
-    def encode_prompts(self, model: LanguageModel, prompts: Sequence[Prompt], label: str) -> list[EncodedPrompt]:
+    def encode_prompts(self, model: LanguageModel, prompts: Sequence[Prompt], label: str) -> EncodedPrompts:
         with self.reporter.phase(label, total=len(prompts), unit="prompts") as bar:
             inputs = self.processor.ahead(prompts, self.recipe.follow.max_tokens)
-            return encode(model, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
+            each = encode_each(model, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
+            folder = self.run.scratch(f"{folder_name(label)}-{len(prompts)}")
+            budget = cached_bytes(free_memory(self.device), self.recipe.compute.cache_gib)
+            return EncodedPrompts.of(each, budget=budget, folder=folder)

@@ -1,7 +1,8 @@
 """Paired statistics: cluster-bootstrap intervals of ratios and of their differences, and exact McNemar tests.
 
 Items and prompts are the clusters, never single tokens. Two models are always compared on the same resamples, and the
-strata of a measure (its tasks) are resampled apart, each with as many clusters as it has.
+strata of a measure (its tasks) are resampled apart, each with as many clusters as it has. Where a model was made with several
+seeds, its figure is the mean over them, and a resample draws seeds as well as clusters.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from onptq.evaluate.percentiles import Percentile
 
 REPLICATES = 2000
 CONFIDENCE = 0.95
@@ -39,6 +42,16 @@ class Measure:
     parts: tuple[Part, ...]
     scale: float = 1.0
     combined: Literal["sum", "mean"] = "sum"
+
+
+Single = Measure | Percentile
+
+
+@dataclass(frozen=True, eq=False)
+class Seeded:
+    """The mean of one measure over the seeds of a model."""
+
+    seeds: tuple[Single, ...]
 
 
 @dataclass(frozen=True)
@@ -75,13 +88,14 @@ class Resampler:
     def __init__(self, seed: int = 0, replicates: int = REPLICATES, confidence: float = CONFIDENCE) -> None:
         self.seed, self.replicates, self.confidence = seed, replicates, confidence
         self._drawn: dict[str, Column] = {}
-        self._known: dict[Measure, Column] = {}
+        self._drawn_seeds: dict[int, Column] = {}
+        self._known: dict[Single, Column] = {}
 
-    def estimate(self, measure: Measure) -> Interval:
+    def estimate(self, measure: Single | Seeded) -> Interval:
         return self._interval(_value(measure), self._distribution(measure))
 
-    def difference(self, first: Measure, second: Measure) -> Interval:
-        """second - first."""
+    def difference(self, first: Single | Seeded, second: Single | Seeded) -> Interval:
+        """second - first. Models with as many seeds are paired seed by seed: these have seen the prompts in the same order."""
         value = _value(second) - _value(first)
         distribution = self._distribution(second) - self._distribution(first)
         # Equal sums in another order differ in the last bit, and an interval that ends there must end at zero.
@@ -98,13 +112,25 @@ class Resampler:
         low, high = np.quantile(known, (tail, 1 - tail))
         return Interval(value, float(low), float(high))
 
-    def _distribution(self, measure: Measure) -> Column:
+    def _distribution(self, measure: Single | Seeded) -> Column:
         """The measure in every resample, [replicates]."""
+        if isinstance(measure, Seeded):
+            of_seeds = np.stack([self._distribution(one) for one in measure.seeds], axis=1)
+            return _mean(of_seeds, self._draws_of_seeds(len(measure.seeds)))
+        if isinstance(measure, Percentile):
+            return self._percentiles(measure)
         if measure not in self._known:
             if any(len(part.numerator) < 2 for part in measure.parts):  # one cluster says nothing about others
                 return np.full(self.replicates, np.nan)
             sums = [(self._sum(part, part.numerator), self._sum(part, part.denominator)) for part in measure.parts]
             self._known[measure] = _combine(measure, sums)
+        return self._known[measure]
+
+    def _percentiles(self, measure: Percentile) -> Column:
+        if measure not in self._known:
+            if measure.clusters < 2:
+                return np.full(self.replicates, np.nan)
+            self._known[measure] = measure.resampled(self._draws(measure.stratum, measure.clusters))
         return self._known[measure]
 
     def _sum(self, part: Part, column: Column) -> Column:
@@ -119,6 +145,13 @@ class Resampler:
         if drawn.shape[1] != clusters:
             raise ValueError(f"stratum {stratum!r} has {drawn.shape[1]} clusters in one measure, {clusters} in another")
         return drawn
+
+    def _draws_of_seeds(self, seeds: int) -> Column:
+        """[replicates, seeds]: how often each seed is in each resample."""
+        if seeds not in self._drawn_seeds:
+            own = self.seed, zlib.crc32(b"seeds"), seeds  # three numbers: no stratum has these draws
+            self._drawn_seeds[seeds] = draw(seeds, self.replicates, own)
+        return self._drawn_seeds[seeds]
 
 
 def draw(clusters: int, replicates: int, seed: Sequence[int]) -> Column:
@@ -142,8 +175,14 @@ def draw(clusters: int, replicates: int, seed: Sequence[int]) -> Column:
     return counts
 
 
-def differing(first: Measure, second: Measure) -> int:
-    """Clusters whose own ratios differ between the two models; only these say which of them is ahead."""
+def differing(first: Single | Seeded, second: Single | Seeded) -> int:
+    """Clusters whose own ratios or percentiles differ between the two models; only these say which of them is ahead.
+
+    The ratio of a model with several seeds is the mean over them.
+    """
+    if not (isinstance(first, Measure) and isinstance(second, Measure)):
+        apart = np.abs(_own_ratios(first) - _own_ratios(second))  # NaN where a cluster has nothing of what is measured
+        return int((apart > DUST).sum())
     pairs = zip(first.parts, second.parts, strict=True)
     return sum(int((a.numerator * b.denominator != b.numerator * a.denominator).sum()) for a, b in pairs)
 
@@ -166,7 +205,36 @@ def mcnemar(first: Column, second: Column) -> Discordance:
     return Discordance(only_first, only_second, float(p))
 
 
-def _value(measure: Measure) -> float:
+def spread(measure: Seeded) -> float | None:
+    """The standard deviation over the seeds; None where it was measured with fewer than two."""
+    values = [value for one in measure.seeds if np.isfinite(value := _value(one))]
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def _own_ratios(measure: Single | Seeded) -> Column:
+    """Every cluster's ratio in every part, one part after the other; or its percentile."""
+    if isinstance(measure, Seeded):
+        of_seeds = np.stack([_own_ratios(one) for one in measure.seeds], axis=1)
+        return _mean(of_seeds, np.ones_like(of_seeds))
+    if isinstance(measure, Percentile):
+        return measure.alone
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.concatenate([np.asarray(part.numerator / part.denominator, np.float64) for part in measure.parts])
+
+
+def _mean(values: Column, counts: Column) -> Column:
+    """The mean of each row, with so many of each value; of those that are known, NaN without any."""
+    counted = np.where(np.isfinite(values), counts, 0)
+    total, number = (counted * np.nan_to_num(values)).sum(1), counted.sum(1)
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
+
+
+def _value(measure: Single | Seeded) -> float:
+    if isinstance(measure, Seeded):
+        values = np.array([[_value(one) for one in measure.seeds]])
+        return float(_mean(values, np.ones_like(values))[0])
+    if isinstance(measure, Percentile):
+        return measure.value
     sums = [(np.asarray(part.numerator.sum()), np.asarray(part.denominator.sum())) for part in measure.parts]
     return float(_combine(measure, sums))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onptq.bank import States
+from onptq.bank import States, read_trajectories
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer, read_answers
 from onptq.evaluate.candidates import DENSE, folder_name
@@ -19,7 +19,10 @@ from onptq.run import HOME, Run
 
 IDENTITY, THETA, COST = "identity.json", "theta.safetensors", "cost.json"
 ANSWERS, ROLLOUTS, STATES = "answers.parquet", "trajectories.parquet", "states.parquet"
+MISMATCHES = "mismatches.parquet"  # of the states, with their consequence
+DENSE_PATH = "dense_path.parquet"  # states on the dense model's responses
 MARGINS = "margins.parquet"  # on joint-critical states
+SEEDS = "seeds.json"  # of a candidate with several seeds: the names of all
 
 
 def path_of(name: str, *file: str) -> tuple[str, ...]:
@@ -27,17 +30,25 @@ def path_of(name: str, *file: str) -> tuple[str, ...]:
     return "candidates", folder_name(name), *file
 
 
+def write_identities(run: Run, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Commit the records of candidates by name, all or, where one is another candidate's, none."""
+    for name, record in records.items():
+        check_same(run, name, record)
+    for name, record in records.items():
+        write_identity(run, name, record)
+
+
 def check_same(run: Run, name: str, record: Mapping[str, Any]) -> None:
     """Refuse results of another candidate under the same name."""
     home = run.file(*path_of(name))
-    if not any(path.name != IDENTITY for path in home.glob("*")):
+    if not any(path.name not in (IDENTITY, SEEDS) for path in home.glob("*")):
         return
     differences = difference(run.read_json(*path_of(name, IDENTITY)), json.loads(to_json(record)))
     if differences:
         raise OnPTQError(
             f"{run.folder} has results of another {name} (there -> here):\n  "
             + "\n  ".join(differences)
-            + "\nGive this one another name (NAME=FOLDER, METHOD:SCHEME@PRESET), or use another --out. Nothing was changed"
+            + "\nGive this one another name (NAME=FOLDER, NAME=METHOD:SCHEME), or use another --out. Nothing was changed"
         )
 
 
@@ -60,9 +71,25 @@ def read_results(run: Run, with_answers: bool, with_states: bool) -> dict[str, R
             run.read_json(*home, COST),
             records.get(name, {}).get("scheme"),
             Margins.read(run.file(*home, MARGINS)) if run.has(*home, MARGINS) else None,
+            States.read(run.file(*home, MISMATCHES)) if run.has(*home, MISMATCHES) else None,
+            States.read(run.file(*home, DENSE_PATH)) if run.has(*home, DENSE_PATH) else None,
+            read_trajectories(run.file(*home, ROLLOUTS)) if run.has(*home, ROLLOUTS) else None,
         )
         for name, home in homes.items()
     }
+
+
+def write_seeds(run: Run, candidates: Sequence[str]) -> None:
+    """Record that the candidates differ in their seed alone."""
+    if len(candidates) > 1:
+        run.write_json(list(candidates), *path_of(candidates[0], SEEDS))
+
+
+def read_seeds(run: Run, complete: Collection[str]) -> dict[str, list[str]]:
+    """By the name of the first, the candidates of which several seeds are complete."""
+    written = {name: run.read_json(*path_of(name, SEEDS)) for name in complete if run.has(*path_of(name, SEEDS))}
+    groups = {name: [one for one in names if one in complete] for name, names in written.items()}
+    return {name: names for name, names in groups.items() if len(names) > 1}
 
 
 def read_answers_of(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Answer]]:
@@ -77,5 +104,12 @@ def read_answers_of(folder: Path, names: Sequence[str]) -> dict[str, dict[str, A
 
 
 def is_complete(run: Run, name: str, with_answers: bool, with_states: bool) -> bool:
+    """Whether there is enough of a candidate to report on."""
     needed = [COST, *([ANSWERS] if with_answers else []), *([STATES] if with_states else [])]
     return all(run.has(*path_of(name, file)) for file in needed)
+
+
+def is_measured(run: Run, name: str, with_answers: bool, with_states: bool) -> bool:
+    """Whether nothing of a candidate is left to be measured; earlier versions measured less."""
+    further = (MISMATCHES, DENSE_PATH) if with_states else ()
+    return is_complete(run, name, with_answers, with_states) and all(run.has(*path_of(name, file)) for file in further)

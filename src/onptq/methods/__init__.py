@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from onptq.engine.prompts import EncodedPrompts
 from onptq.models.encoding import EncodedPrompt
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
@@ -30,7 +31,8 @@ def initialize(
     """theta^(0) of a recipe; `settled` where its codes will not change any more, `store` has the blocks that are done."""
     options = {"steps": recipe.init_steps, "settled": settled, "store": store}
     given = {name: value for name, value in options.items() if value is not None and accepts(recipe.init, name)}
-    return run(recipe.init, policy, prompts, advance, **given)
+    used = EncodedPrompts.of(prompts).spread(recipe.data.init_prompts)
+    return run(recipe.init, policy, used, advance, **given)
 
 
 def run(name: str, policy: Policy, prompts: Sequence[EncodedPrompt], advance: Advance, **options: Any) -> Theta:

@@ -47,7 +47,7 @@ def answer_prompts(
 ) -> list[Answered]:
     """The prompts with the given responses, or with the dense model's own greedy ones."""
     if responses is None:
-        responses = greedy_rollouts(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS), side="D")
+        responses = greedy_rollouts(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS, budget=0), side="D")
     by_prompt = {response.prompt: response.tokens for response in responses}
     answered = []
     for prompt in prompts:

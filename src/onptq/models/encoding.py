@@ -68,13 +68,22 @@ def encode(
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> list[EncodedPrompt]:
     """The prompts in the order given, encoded by D in chunks that bound memory; by default numbered from zero."""
-    encoded: list[EncodedPrompt] = []
+    return list(encode_each(model, inputs, ordinals, advance))
+
+
+def encode_each(
+    model: LanguageModel,
+    inputs: Iterable[ModelInputs],
+    ordinals: Iterable[int] | None = None,
+    advance: Callable[[int], None] = lambda prompts: None,
+) -> Iterator[EncodedPrompt]:
+    """The prompts of `encode`, a chunk in memory at a time."""
     numbers = count() if ordinals is None else iter(ordinals)
-    with model.speaking("D"):
-        for chunk in _chunks(inputs):
-            encoded += _encode_chunk(model, [(one, next(numbers)) for one in chunk])
-            advance(len(chunk))
-    return encoded
+    for chunk in _chunks(inputs):
+        with model.speaking("D"):
+            encoded = _encode_chunk(model, [(one, next(numbers)) for one in chunk])
+        yield from encoded
+        advance(len(chunk))
 
 
 def _encode_chunk(model: LanguageModel, chunk: Sequence[Numbered]) -> list[EncodedPrompt]:

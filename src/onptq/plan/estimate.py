@@ -84,10 +84,13 @@ class Memory:
         return (1 + recipe.rounds) * (scales + _total(self.theta()) // (1 + in_halves))
 
     def resident(self) -> Terms:
-        """The model and every encoded prompt, which is padded into a batch as well; DeepStack's features likewise."""
-        shapes, work = self.shapes, self.work
-        tokens = 2 * work.prompt_tokens + shapes.deepstack * (work.media_tokens + work.prompt_tokens)
-        return {"weights": self.weights, "prompts": work.every * tokens * shapes.hidden * self.compute}
+        """The model, encoded prompts within their budget, and one batch of them; DeepStack's features likewise."""
+        shapes, work, budget = self.shapes, self.work, self.budgets.prompts
+        token = shapes.hidden * self.compute
+        prompts = work.every * (work.prompt_tokens + shapes.deepstack * work.media_tokens) * token
+        held = prompts if budget is None else min(budget, prompts)
+        batch = work.rows * work.prompt_tokens * (1 + shapes.deepstack) * token
+        return {"weights": self.weights, "prompts": held + batch}
 
     def deployed(self, updates: int = 1) -> Terms:
         """Q with its theta after so many updates. Without zero points, settled codes are theta's own."""
@@ -143,9 +146,12 @@ class Memory:
     def initialize(self) -> Terms:
         """Rollouts of D, then block by block; where rounding is learned, a block's offsets and hidden states."""
         shapes, work, length = self.shapes, self.work, self.work.answered
-        every, tokens = work.prompts * length, work.start_rows * length
-        rows = min(work.prompts, work.recipe.compute.batch_tokens // length)
-        following = self.prefixes(1) | {"activations": self.activations(rows * work.prompt_tokens, work.prompt_tokens)}
+        every, tokens = work.init_prompts * length, work.start_rows * length
+        rows = max(1, min(work.init_prompts, work.recipe.compute.batch_tokens // length))
+        following = {
+            "prefix caches": rows * length * 2 * shapes.layers * shapes.kv * self.compute,
+            "activations": self.activations(rows * work.prompt_tokens, work.prompt_tokens),
+        }
         learning = {
             **(self.theta() if self.init_rounds else {}),
             **self.graph(tokens, length, 1, settled=False),
@@ -183,7 +189,7 @@ class Memory:
             **self.theta(THETAS + (ADAM if calibrate.codes == "learned" else 0)),
             **self.prefixes(1),
             **self.graph(tokens, work.longest, blocks, work.recipe.settles),
-            "answered prompts": hidden,
+            "answered prompts": tokens * shapes.hidden * self.compute,
             "dense targets": targets if budget is None else min(budget, targets),
             "hidden states": shapes.layers * tokens * shapes.hidden * (self.compute + WIDE),
             "logits": self.logits(-(-work.decisions * work.micro_batch // max(1, work.prompts))),

@@ -106,20 +106,22 @@ class Seconds:
         return towers * self.rates.dense.token + units / PROCESSED_PATCHES
 
     def initialize(self) -> float:
-        work, rates, every = self.work, self.rates, self.work.prompts * self.work.answered
+        work, rates, every = self.work, self.rates, self.work.init_prompts * self.work.answered
         if work.recipe.init == "rtn":
             return self.decoder(rates.rounding, 0, 1 / LEARNING)
         batches = ceil(every / work.recipe.compute.batch_tokens)
-        seconds = self.decoder(rates.dense, work.prompts * work.prompt_tokens, batches)
-        seconds += self.decoder(rates.decoding, work.prompts * RESPONSE_TOKENS, batches * RESPONSE_TOKENS)
+        seconds = self.decoder(rates.dense, work.init_prompts * work.prompt_tokens, batches)
+        seconds += self.decoder(rates.decoding, work.init_prompts * RESPONSE_TOKENS, batches * RESPONSE_TOKENS)
         if work.recipe.init != "signround":
             tried = len(STRENGTHS) + len(RATIOS) + 2
-            seconds += self.decoder(rates.dense, every, work.prompts)
+            seconds += self.decoder(rates.dense, every, work.init_prompts)
             seconds += self.decoder(rates.rounding, tried * min(SAMPLE_TOKENS, every), tried) / LEARNING
         if work.start_rounds:
             steps, passes = work.start_steps, work.start_looks + 2  # hidden states of D and of Q for the next block
             seconds += self.decoder(rates.rounding, steps * work.start_rows * work.answered, steps)
-            seconds += self.decoder(rates.rounding, passes * every, passes * work.prompts / work.start_rows) / LEARNING
+            seconds += (
+                self.decoder(rates.rounding, passes * every, passes * work.init_prompts / work.start_rows) / LEARNING
+            )
         return seconds
 
     def _everybody(self, once: Callable[[int, int], float]) -> float:

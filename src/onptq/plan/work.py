@@ -61,6 +61,11 @@ class Work:
         return self.prompt_tokens + RESPONSE_TOKENS
 
     @property
+    def init_prompts(self) -> int:
+        """Calibration prompts that the init sees."""
+        return min(self.prompts, self.recipe.data.init_prompts)
+
+    @property
     def start_rounds(self) -> bool:
         """Whether the init learns how each weight is rounded, block by block."""
         return bool(self.prompts) and "signround" in self.recipe.init.split("+")
@@ -68,7 +73,7 @@ class Work:
     @property
     def start_rows(self) -> int:
         """Prompts in one of its updates."""
-        return min(self.prompts, BATCH)
+        return min(self.init_prompts, BATCH)
 
     @property
     def start_steps(self) -> int:

@@ -1,4 +1,4 @@
-"""A rounding method on the searched grid."""
+"""Two methods in a row: the first places the grid, the second chooses the codes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from onptq.methods import METHODS, initialize
 from onptq.methods.gptq import gptq
 from onptq.methods.search import search
 from onptq.methods.signround import signround
+from onptq.methods.smoothquant import SMOOTHED, smoothquant
 from onptq.models.encoding import EncodedPrompt
 from onptq.quantizer.policy import Policy
 from onptq.recipe import Recipe
@@ -45,9 +46,23 @@ def test_it_is_the_rounding_method_on_the_searched_grid(
     assert any(offset.abs().max() > 0 for offset in actual.offset.values())
 
 
-def test_it_reports_every_block_and_leaves_the_policy_as_it_was(tiny: Callable[[str], Tiny]) -> None:
+def test_gptq_behind_smoothquant_rounds_what_smoothquant_left(case: Case) -> None:
+    policy, prompts, responses = case
+    actual = METHODS["smoothquant+gptq"](policy, prompts, responses=responses)
+    smoothed = smoothquant(policy, prompts)
+    assert all(torch.equal(u, actual.smoothing[key]) for key, u in smoothed.smoothing.items())
+    assert {key.split(".")[-1] for key, u in actual.smoothing.items() if u.any()} == set(SMOOTHED)
+    assert not any(ratio.any() for ratio in actual.ratio.values())
+    expected = gptq(policy, prompts, responses=responses, init=smoothed).tensors()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in actual.tensors().items())
+    plain = gptq(policy, prompts, responses=responses).offset
+    assert any(not torch.equal(offset, plain[path]) for path, offset in actual.offset.items())
+
+
+@pytest.mark.parametrize("name", ["search+gptq", "smoothquant+gptq"])
+def test_it_reports_every_block_and_leaves_the_policy_as_it_was(tiny: Callable[[str], Tiny], name: str) -> None:
     def method(policy, prompts, advance):
-        return METHODS["search+gptq"](policy, prompts, advance, responses=short_responses(prompts))
+        return METHODS[name](policy, prompts, advance, responses=short_responses(prompts))
 
     check_contract(tiny("qwen3-vl"), "W4A8", method)
 
