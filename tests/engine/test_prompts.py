@@ -96,8 +96,14 @@ def test_batches_of_spilled_prompts_lead_to_the_same_bits(tiny: Callable[[str], 
 
 
 def quantize(small: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
-    fields = {"init": "search", "data.prompts": 4, "data.holdout": 2, "follow.max_tokens": 6, "calibrate.epochs": 1}
-    recipe = Recipe.preset("default", fields | {"compute.device": "cpu", "calibrate.batch": 2} | changes)
+    tiny_run: dict[str, Any] = {
+        "init": "search",
+        "data.prompts": 4,
+        "data.holdout": 2,
+        "follow.max_tokens": 6,
+        "calibrate.epochs": 1,
+    }
+    recipe = Recipe.preset("default", tiny_run | {"compute.device": "cpu", "calibrate.batch": 2} | changes)
     onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe)
     return load_file(out / "model.safetensors")
 
