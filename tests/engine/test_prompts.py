@@ -87,12 +87,12 @@ def test_batches_of_spilled_prompts_lead_to_the_same_bits(tiny: Callable[[str], 
         trajectories = onptq.follow(prefixes)
         states = onptq.branch(prefixes, trajectories, onptq.compare(prefixes, trajectories), horizon=2)
         states = onptq.select(onptq.score(states, recipe.risk), recipe.select)
-        found = onptq.calibrate(policy, given, trajectories, states, theta, cfg).theta
-        results.append((trajectories, states, found.tensors()))
-    (trajectories, states, found), (others, their_states, theirs) = results
+        updated = onptq.calibrate(policy, given, trajectories, states, theta, cfg).theta
+        results.append((trajectories, states, updated.tensors()))
+    (trajectories, states, mine), (others, their_states, theirs) = results
     assert trajectories == others
     assert all((column == vars(their_states)[name]).all() for name, column in vars(states).items())
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 def quantize(small: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
