@@ -58,7 +58,7 @@ def respond(source: Source, prompts: Sequence[Prompt], max_tokens: int, reporter
     """The dense model's greedy responses, computed as in OnPTQ's methods."""
     from onptq.checkpoint.load import load_policy
     from onptq.engine.prefixes import Prefixes
-    from onptq.engine.rollout import greedy_rollouts
+    from onptq.engine.rollout import rollouts
     from onptq.models.encoding import encode
     from onptq.models.processing import PromptProcessor
 
@@ -67,7 +67,7 @@ def respond(source: Source, prompts: Sequence[Prompt], max_tokens: int, reporter
     with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
         encoded = encode(policy, processor.ahead(prompts, max_tokens), advance=bar.advance)
     with reporter.phase("Respond", total=len(prompts), unit="prompts") as bar:
-        answers = greedy_rollouts(Prefixes(policy, encoded, max_tokens=max_tokens), side="D", advance=bar.advance)
+        answers = rollouts(Prefixes(policy, encoded, max_tokens=max_tokens), side="D", advance=bar.advance)
     for prompt, answer in zip(prompts, answers, strict=True):
         yield {"id": prompt.id, "tokens": list(answer.tokens), "text": processor.tokenizer.decode(answer.tokens)}
 

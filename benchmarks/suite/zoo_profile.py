@@ -26,7 +26,7 @@ from onptq.cycle.compare import compare, padded_responses
 from onptq.cycle.rounds import bank_figures
 from onptq.data.prompts import Prompt
 from onptq.engine.prefixes import Prefixes
-from onptq.engine.rollout import greedy_rollouts
+from onptq.engine.rollout import rollouts
 from onptq.evaluate.answers import Questions, answer
 from onptq.evaluate.scores import compare_answers, score
 from onptq.methods import run as run_method
@@ -81,7 +81,7 @@ def measure(
 def confidence(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[str, float]:
     """How sure D is in the states of its own rollouts, and how long these are."""
     prefixes = Prefixes(policy, prompts, max_tokens=CAPTION_TOKENS)
-    trajectories = greedy_rollouts(prefixes, "D")
+    trajectories = rollouts(prefixes, "D")
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     top = []
     for index, batch in enumerate(prefixes.batches):
@@ -103,7 +103,7 @@ def confidence(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[str, fl
 def on_policy(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[str, float]:
     """Figures of Q's own captions, and the consequence of its forks."""
     prefixes = Prefixes(policy, prompts, max_tokens=CAPTION_TOKENS)
-    trajectories: list[Trajectory] = greedy_rollouts(prefixes, "Q")
+    trajectories: list[Trajectory] = rollouts(prefixes, "Q")
     states: States = branch(prefixes, trajectories, compare(prefixes, trajectories), horizon=HORIZON)
     forks = (states.kind == MISMATCH) & (states.horizon > 0)
     later = float(states.consequence[forks].mean()) if forks.any() else 0.0

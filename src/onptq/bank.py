@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One greedy rollout of Q: the exact token ids, the end-of-sequence token included where it was emitted."""
+    """One rollout: the exact token ids, the end-of-sequence token included where it was emitted."""
 
     prompt: int
     tokens: tuple[int, ...]

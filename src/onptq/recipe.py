@@ -123,14 +123,26 @@ class DataConfig(Config):
 
 
 class FollowConfig(Config):
-    """Follow: the quantized model's own greedy rollouts."""
+    """Follow: the quantized model's own rollouts."""
 
-    LATER: ClassVar[Mapping[str, Any]] = {"policy": "quantized"}
+    LATER: ClassVar[Mapping[str, Any]] = {"policy": "quantized", "sampling": "greedy", "responses": 1}
 
     max_tokens: StrictInt = Field(default=64, ge=1, description="T: most response tokens per prompt")
     policy: Literal["quantized", "dense"] = Field(
         default="quantized", description="whose rollouts are the states; dense is the control offpolicy"
     )
+    sampling: Literal["greedy", "model"] = Field(
+        default="greedy", description="how tokens are chosen; model samples as its generation config says"
+    )
+    responses: StrictInt = Field(default=1, ge=1, description="responses to each prompt; more than one wants sampling")
+
+    @model_validator(mode="after")
+    def _check_responses(self) -> Self:
+        if self.responses > 1 and self.sampling == "greedy":
+            raise ValueError(
+                "greedy responses to one prompt are all the same; more than one wants follow.sampling=model"
+            )
+        return self
 
 
 class BranchConfig(Config):

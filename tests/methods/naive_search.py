@@ -17,7 +17,7 @@ from onptq.bank import Trajectory
 from onptq.checkpoint.load import load_model
 from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
-from onptq.engine.rollout import greedy_rollouts
+from onptq.engine.rollout import rollouts
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block, find_structure
 from onptq.quantizer.policy import Policy
@@ -34,7 +34,7 @@ def make_policy(tiny: Tiny, scheme: str, dtype: torch.dtype = torch.float32) -> 
 
 
 def short_answers(policy: Policy, prompts: Sequence[EncodedPrompt], tokens: int = 6) -> list[Trajectory]:
-    return greedy_rollouts(Prefixes(policy, prompts, max_tokens=tokens), side="D")
+    return rollouts(Prefixes(policy, prompts, max_tokens=tokens), side="D")
 
 
 @dataclass

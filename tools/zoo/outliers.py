@@ -16,7 +16,7 @@ from onptq.checkpoint.source import find_source
 from onptq.data.manifest import load_manifest
 from onptq.data.prompts import Prompt
 from onptq.engine.prefixes import Prefixes
-from onptq.engine.rollout import greedy_rollouts
+from onptq.engine.rollout import rollouts
 from onptq.errors import OnPTQError
 from onptq.methods.layerwise import answer_prompts
 from onptq.models.decoder import Tokens
@@ -164,7 +164,7 @@ def write_outliers(
 
 def _answered(policy: Policy, prompts: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:
     """The prompts with the dense model's greedy responses, where most decisions are."""
-    responses = greedy_rollouts(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS), side="D")
+    responses = rollouts(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS), side="D")
     return [one.sequence for one in answer_prompts(policy, prompts, responses)]
 
 

@@ -63,10 +63,15 @@ class Source:
                 advance(int(start + PART >= sizes[path]))
         return digest.hexdigest()
 
+    @cached_property
+    def generation(self) -> Mapping[str, Any]:
+        """generation_config.json; empty where there is none."""
+        path = self.folder / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
+
     def eos(self) -> tuple[int, ...]:
         """Every token that ends a response, from generation_config.json or else config.json."""
-        path = self.folder / "generation_config.json"
-        for settings in (read_json(path) if path.is_file() else {}, self.config, text_config(self.config)):
+        for settings in (self.generation, self.config, text_config(self.config)):
             value = settings.get("eos_token_id")
             if value is not None:
                 ids = tuple(value) if isinstance(value, list) else (value,)

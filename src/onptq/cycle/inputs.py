@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from onptq.engine.budget import BatchBudget, Budgets
 from onptq.engine.prefixes import Prefixes
+from onptq.engine.prompts import EncodedPrompts
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.language_model import Side
 from onptq.quantizer.policy import Policy
@@ -17,7 +19,9 @@ FITS = "room.json"  # the tokens and prompts that fit into memory at once, where
 
 
 class Inputs:
-    """Calibration and held-out prompts under one policy. Prefixes of D are cached for good, those of Q until it changes."""
+    """Calibration and held-out prompts under one policy. Prefixes of D are cached for good, those of Q until it changes.
+
+    A prompt with several responses is there several times. `generation` is the model's generation config."""
 
     def __init__(
         self,
@@ -27,11 +31,15 @@ class Inputs:
         recipe: Recipe,
         run: Run,
         warn: Callable[[str], None] = lambda text: None,
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
         self.policy, self.budgets = policy, Budgets.of(policy, recipe)
         self.tokens = batch_budget(run, "tokens", recipe.compute.batch_tokens, warn)
         self.update_prompts = batch_budget(run, "prompts", recipe.calibrate.micro_batch, warn)
-        self.prefixes = self._prefixes(prompts, recipe.follow.max_tokens)
+        prompts, holdout = EncodedPrompts.of(prompts), EncodedPrompts.of(holdout)
+        self.generation = generation or {}
+        stride = 1 + max((*prompts.ordinals, *holdout.ordinals), default=0)
+        self.prefixes = self._prefixes(prompts.repeated(recipe.follow.responses, stride), recipe.follow.max_tokens)
         self.held_out = self._prefixes(holdout, recipe.follow.max_tokens) if len(holdout) else None
         self.prompts = self.prefixes.prompts
 

@@ -16,6 +16,8 @@ from onptq.cycle.follow import follow
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.risk import score, select
 from onptq.engine.prefixes import Prefixes
+from onptq.engine.sampling import Sampling
+from onptq.models.language_model import Side
 from onptq.progress import Reporter
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
@@ -49,9 +51,7 @@ class Cycle:
                 theta = self.policy.settle(theta)  # the same Q, without the offsets its codes may have come from
             self.inputs.speak_as(theta)
             if k == 0 or self.recipe.refresh:
-                trajectories = self.follow(
-                    f"rounds/{k}/trajectories.parquet", f"Follow {k + 1}", self.prefixes, self.recipe.follow.policy
-                )
+                trajectories = self.follow_calibration(k)
                 states = self.bank(k, trajectories)
             else:
                 trajectories = self.repeat(k, "trajectories.parquet", TRAJECTORIES)
@@ -61,12 +61,22 @@ class Cycle:
         self.inputs.speak_as(theta)
         return theta
 
-    def follow(self, name: str, label: str, prefixes: Prefixes, policy: str = "quantized") -> list[Trajectory]:
-        """Q's own greedy rollouts, or the dense model's."""
+    def follow_calibration(self, k: int) -> list[Trajectory]:
+        """The round's responses to the calibration prompts, by the side and in the way that the recipe says."""
+        cfg, sampling = self.recipe.follow, None
+        if cfg.sampling == "model":
+            sampling = Sampling.of(self.inputs.generation, order_seed(self.recipe.seed, k))
+        side: Side = "Q" if cfg.policy == "quantized" else "D"
+        return self.follow(f"rounds/{k}/trajectories.parquet", f"Follow {k + 1}", self.prefixes, side, sampling)
+
+    def follow(
+        self, name: str, label: str, prefixes: Prefixes, side: Side = "Q", sampling: Sampling | None = None
+    ) -> list[Trajectory]:
+        """Rollouts of one side."""
 
         def compute() -> list[Trajectory]:
             with self.reporter.phase(label, total=len(prefixes.prompts), unit="prompts") as bar:
-                return follow(prefixes, "Q" if policy == "quantized" else "D", advance=bar.advance)
+                return follow(prefixes, side, sampling=sampling, advance=bar.advance)
 
         return self.run.step(name, TRAJECTORIES, compute)
 

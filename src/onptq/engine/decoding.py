@@ -1,4 +1,4 @@
-"""Greedy decoding, one token of every row at a time.
+"""Decoding, one token of every row at a time.
 
 On a GPU a step is recorded as a CUDA graph and replayed: the host launches one graph instead of a thousand kernels."""
 
@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from onptq.engine.prefixes import Prefix
+from onptq.engine.sampling import Sampling
 from onptq.models.decoder import SlotCache, Tokens
 from onptq.models.encoding import PromptBatch
 from onptq.models.language_model import LanguageModel
@@ -18,15 +20,25 @@ MIN_REPLAYS = 8  # steps that a recording must serve to gain anything
 
 
 class Decoding:
-    """y_t = argmax z(s_t) for a batch. All that changes from step to step is in tensors of its own."""
+    """y_t = argmax z(s_t) for a batch, or y_t as `sampling` draws it. All that changes from step to step is in tensors of its
+    own."""
 
-    def __init__(self, policy: LanguageModel, batch: PromptBatch, prefix: Prefix, limit: int) -> None:
+    def __init__(
+        self,
+        policy: LanguageModel,
+        batch: PromptBatch,
+        prefix: Prefix,
+        limit: int,
+        sampling: Sampling | None = None,
+    ) -> None:
         size, device = len(batch.prompts), policy.device
         self.policy, self.written, self._width = policy, 1, batch.width
         self._replays = replays(policy, limit)
+        self._sampling = sampling
+        self._numbers = None if sampling is None else sampling.numbers(batch, limit)
+        self._fed = torch.zeros(1, dtype=torch.long, device=device)  # which of the tokens is fed next
         self.tokens = torch.zeros(size, limit, dtype=torch.long, device=device)  # y_1..y_limit
-        self.tokens[:, 0] = policy.logits(prefix.last).argmax(-1)
-        self._fed = torch.zeros(1, dtype=torch.long, device=device)  # which of them is fed next
+        self.tokens[:, 0] = self._chosen(policy.logits(prefix.last))
         self._slot = torch.full((1,), batch.width, device=device)  # and where its keys go
         self._positions = batch.response_positions(1).clone()
         slots = prefix.cache.slots
@@ -50,7 +62,13 @@ class Decoding:
         hidden = policy.run(Tokens(policy.embed(token), self._positions, seen), self._cache)[:, 0]
         for counter in (self._fed, self._slot, self._positions):
             counter += 1
-        self.tokens.index_copy_(1, self._fed, policy.logits(hidden).argmax(-1, keepdim=True))
+        self.tokens.index_copy_(1, self._fed, self._chosen(policy.logits(hidden))[:, None])
+
+    def _chosen(self, logits: Tensor) -> Tensor:
+        """The next token of every row."""
+        if self._sampling is None or self._numbers is None:
+            return logits.argmax(-1)
+        return self._sampling.draw(logits, self._numbers.index_select(1, self._fed)[:, 0])
 
 
 def replays(policy: LanguageModel, limit: int) -> bool:

@@ -48,7 +48,7 @@ class Batches(Sequence[PromptBatch]):
 
     def __init__(self, prompts: EncodedPrompts, batch_tokens: int, max_tokens: int) -> None:
         self._prompts, self._max_tokens = prompts, max_tokens
-        self._lengths, self._ordinals = prompts.lengths, prompts.ordinals
+        self._order = list(zip(prompts.lengths, prompts.origins, prompts.ordinals, strict=True))  # copies side by side
         self._places = self._partition(range(len(prompts)), batch_tokens)
         self._last: tuple[int, PromptBatch] | None = None
 
@@ -58,7 +58,7 @@ class Batches(Sequence[PromptBatch]):
     def __getitem__(self, index: int) -> PromptBatch:  # type: ignore[override]
         if self._last is None or self._last[0] != index:
             self._last = None  # its memory is free before the next one is put together
-            self._last = index, PromptBatch.of([self._prompts[place] for place in self._places[index]])
+            self._last = index, PromptBatch.of(self._prompts.together(self._places[index]))
         return self._last[1]
 
     @property
@@ -74,8 +74,8 @@ class Batches(Sequence[PromptBatch]):
 
     def _partition(self, places: Iterable[int], batch_tokens: int) -> list[list[int]]:
         groups: list[list[int]] = []
-        for place in sorted(places, key=lambda place: (self._lengths[place], self._ordinals[place])):
-            if groups and (len(groups[-1]) + 1) * (self._lengths[place] + self._max_tokens) <= batch_tokens:
+        for place in sorted(places, key=self._order.__getitem__):
+            if groups and (len(groups[-1]) + 1) * (self._order[place][0] + self._max_tokens) <= batch_tokens:
                 groups[-1].append(place)
             else:
                 groups.append([place])
@@ -201,11 +201,24 @@ class Prefixes:
         return self.teacher_force(index, side, response)[0]
 
     def _prefill(self, batch: PromptBatch, side: Side) -> Prefix:
-        cache = self.policy.cache(len(batch.prompts), batch.width + self.max_tokens)
+        """Copies of a prompt share its tensors and stand side by side: one of them goes through the model for all."""
+        prompts: list[EncodedPrompt] = []
+        rows: list[int] = []
+        for prompt in batch.prompts:
+            if not prompts or prompt.embeds is not prompts[-1].embeds:
+                prompts.append(prompt)
+            rows.append(len(prompts) - 1)
+        single = batch if len(prompts) == len(rows) else PromptBatch.of(prompts)
+        cache = self.policy.cache(len(prompts), batch.width + self.max_tokens)
         with self.policy.speaking(side):
-            hidden = self.policy.run(whole_prompts(batch), cache)
-        ends = torch.tensor([prompt.length - 1 for prompt in batch.prompts], device=hidden.device)
-        return Prefix(cache, hidden[torch.arange(len(ends), device=hidden.device), ends].clone())
+            hidden = self.policy.run(whole_prompts(single), cache)
+        ends = torch.tensor([prompt.length - 1 for prompt in prompts], device=hidden.device)
+        last = hidden[torch.arange(len(ends), device=hidden.device), ends].clone()
+        if single is not batch:
+            copies = torch.tensor(rows, device=last.device)
+            cache.take(copies)
+            last = last[copies]
+        return Prefix(cache, last)
 
 
 def whole_prompts(batch: PromptBatch) -> Tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import overload
@@ -21,6 +21,7 @@ TENSORS = tuple(field.name for field in fields(EncodedPrompt) if field.name != "
 @dataclass(frozen=True)
 class _Entry:
     ordinal: int
+    origin: int  # the ordinal of the prompt that it is a copy of; else its own
     ids: Tensor  # [P] int32, on the host
     kinds: tuple[int, ...]  # tokens of text, image and audio
     prompt: EncodedPrompt | Path
@@ -28,9 +29,13 @@ class _Entry:
 
     def load(self) -> EncodedPrompt:
         if isinstance(self.prompt, EncodedPrompt):
-            return self.prompt if self.prompt.ordinal == self.ordinal else replace(self.prompt, ordinal=self.ordinal)
+            return self.numbered(self.prompt)
         tensors = load_file(self.prompt, device=str(self.device))
         return EncodedPrompt(self.ordinal, **{name: tensors.get(name) for name in TENSORS})  # type: ignore[arg-type]
+
+    def numbered(self, prompt: EncodedPrompt) -> EncodedPrompt:
+        """The prompt, or a copy of it that shares its tensors, under this ordinal."""
+        return prompt if prompt.ordinal == self.ordinal else replace(prompt, ordinal=self.ordinal)
 
 
 class EncodedPrompts(Sequence[EncodedPrompt]):
@@ -57,7 +62,7 @@ class EncodedPrompts(Sequence[EncodedPrompt]):
                 used += _bytes(prompt)
             kinds = torch.bincount(prompt.modality.long(), minlength=KINDS).tolist()
             ids = prompt.ids.to("cpu", torch.int32)
-            entries.append(_Entry(prompt.ordinal, ids, tuple(kinds), held, prompt.ids.device))
+            entries.append(_Entry(prompt.ordinal, prompt.ordinal, ids, tuple(kinds), held, prompt.ids.device))
         return cls(entries)
 
     def __len__(self) -> int:
@@ -72,9 +77,24 @@ class EncodedPrompts(Sequence[EncodedPrompt]):
             return EncodedPrompts(self._entries[place])
         return self._entries[place].load()
 
+    def together(self, places: Iterable[int]) -> list[EncodedPrompt]:
+        """The prompts at these places. Copies of one prompt share its tensors."""
+        loaded: dict[int, EncodedPrompt] = {}
+        prompts = []
+        for entry in (self._entries[place] for place in places):
+            if entry.origin not in loaded:
+                loaded[entry.origin] = entry.load()
+            prompts.append(entry.numbered(loaded[entry.origin]))
+        return prompts
+
     @property
     def ordinals(self) -> list[int]:
         return [entry.ordinal for entry in self._entries]
+
+    @property
+    def origins(self) -> list[int]:
+        """Of a copy the ordinal of the prompt, of other prompts their own."""
+        return [entry.origin for entry in self._entries]
 
     @property
     def lengths(self) -> list[int]:
@@ -96,10 +116,10 @@ class EncodedPrompts(Sequence[EncodedPrompt]):
         places = torch.linspace(0, len(self) - 1, most).round().int().tolist()
         return EncodedPrompts(self._entries[place] for place in places)
 
-    def repeated(self, times: int, ordinal: Callable[[int, int], int]) -> EncodedPrompts:
-        """Every prompt so many times, the copies numbered by `ordinal(of the prompt, copy)`."""
+    def repeated(self, times: int, stride: int) -> EncodedPrompts:
+        """Every prompt so many times; the ordinal of a copy is a multiple of `stride` above the prompt's."""
         return EncodedPrompts(
-            replace(entry, ordinal=ordinal(entry.ordinal, copy)) for copy in range(times) for entry in self._entries
+            replace(entry, ordinal=entry.ordinal + copy * stride) for copy in range(times) for entry in self._entries
         )
 
 

@@ -1,4 +1,4 @@
-"""Greedy rollouts of either side."""
+"""Rollouts of either side, greedy or sampled."""
 
 from __future__ import annotations
 
@@ -10,36 +10,40 @@ from torch import Tensor
 from onptq.bank import Trajectory
 from onptq.engine.decoding import Decoding
 from onptq.engine.prefixes import Prefixes
+from onptq.engine.sampling import Sampling
 from onptq.models.encoding import PromptBatch
 from onptq.models.language_model import Side
 
 END_CHECK_TOKENS = {"cpu": 1, "cuda": 8}  # between checks whether every row has ended: on a GPU each check waits for it
 
 
-def greedy_rollouts(
-    prefixes: Prefixes, side: Side, advance: Callable[[int], None] = lambda prompts: None
+def rollouts(
+    prefixes: Prefixes,
+    side: Side,
+    advance: Callable[[int], None] = lambda prompts: None,
+    sampling: Sampling | None = None,
 ) -> list[Trajectory]:
-    """Greedy rollouts of every prompt, at most `prefixes.max_tokens` long, by ordinal."""
+    """The responses to every prompt, greedy without `sampling`, at most `prefixes.max_tokens` long, by ordinal."""
     trajectories: list[Trajectory] = []
-    for batch in prefixes.map_batches(lambda index: list(_trajectories(prefixes, index, side))):
+    for batch in prefixes.map_batches(lambda index: list(_trajectories(prefixes, index, side, sampling))):
         trajectories += batch
         advance(len(batch))
     return sorted(trajectories, key=lambda trajectory: trajectory.prompt)
 
 
-def _trajectories(prefixes: Prefixes, index: int, side: Side) -> Iterator[Trajectory]:
-    return _cut(prefixes.batches[index], rollout(prefixes, index, side), prefixes.policy.eos)
+def _trajectories(prefixes: Prefixes, index: int, side: Side, sampling: Sampling | None) -> Iterator[Trajectory]:
+    return _cut(prefixes.batches[index], rollout(prefixes, index, side, sampling), prefixes.policy.eos)
 
 
 @torch.no_grad()
-def rollout(prefixes: Prefixes, index: int, side: Side) -> Tensor:
-    """y_t = argmax z(s_t), [B, T]; a row that has ended goes on being fed its last token until all have ended."""
+def rollout(prefixes: Prefixes, index: int, side: Side, sampling: Sampling | None = None) -> Tensor:
+    """y_t, argmax z(s_t) or drawn, [B, T]; a row that has ended goes on being fed its last token until all have ended."""
     policy, limit = prefixes.policy, prefixes.max_tokens
     eos = torch.tensor(sorted(policy.eos), device=policy.device)
     interval = END_CHECK_TOKENS.get(policy.device.type, 1)
     prefix = prefixes.prompt(index, side)
     with policy.speaking(side):
-        decoding = Decoding(policy, prefixes.batches[index], prefix, limit)
+        decoding = Decoding(policy, prefixes.batches[index], prefix, limit, sampling)
         while decoding.written < limit:
             written = decoding.tokens[:, : decoding.written]
             if decoding.written % interval == 0 and bool(torch.isin(written, eos).any(1).all()):

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from onptq.engine.budget import BatchBudget
 from onptq.engine.prefixes import Prefixes
-from onptq.engine.rollout import greedy_rollouts
+from onptq.engine.rollout import rollouts
 from onptq.evaluate.tasks import Item, check_items
 from onptq.models.encoding import EncodedPrompt, encode
 from onptq.models.language_model import LanguageModel, Side
@@ -69,9 +69,7 @@ class Questions:
 def answer(questions: Questions, side: Side, advance: Advance = lambda items: None) -> list[Answer]:
     """Greedy answers to every item, graded, in the order of the items."""
     responses = {
-        one.prompt: one.tokens
-        for group in questions.groups
-        for one in greedy_rollouts(group, side=side, advance=advance)
+        one.prompt: one.tokens for group in questions.groups for one in rollouts(group, side=side, advance=advance)
     }
     texts = questions.tokenizer.batch_decode(
         [list(responses[number]) for number in range(len(questions.items))], skip_special_tokens=True

@@ -143,6 +143,8 @@ def init_home(recipe: Recipe, session: Session) -> tuple[str, str]:
     """The folder of a recipe's theta^(0): one for every base method, scheme and set of prompts."""
     prompts = [*session.calibration[: recipe.data.prompts], *session.holdout[: recipe.data.holdout]]
     settings = f"{recipe.init_steps}-{recipe.follow.max_tokens}-{recipe.risk.near_miss_tol}"
+    if recipe.follow.sampling != "greedy":
+        settings += f"-{recipe.follow.responses}-{recipe.seed}"  # which decide the first rollouts, kept there as well
     name = folder_name(f"{recipe.init}:{recipe.scheme}")
     return "inits", f"{name}-{settings}-{manifest_digest(prompts)[:12]}"
 

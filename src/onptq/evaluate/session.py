@@ -128,10 +128,11 @@ class Session:
         policy = self.policy(Scheme.parse(recipe.scheme))
         prompts, held_out = self.calibration_prompts(recipe)
         sizes = recipe.follow.max_tokens, recipe.compute.batch_tokens, recipe.calibrate.micro_batch
-        key = len(prompts), len(held_out), *sizes
+        key = len(prompts), len(held_out), recipe.follow.responses, *sizes
         if key not in self._inputs:
             self._inputs.clear()  # one set of caches at a time
-            self._inputs[key] = Inputs(policy, prompts, held_out, recipe, run, self.reporter.warn)
+            generation = self.source.generation
+            self._inputs[key] = Inputs(policy, prompts, held_out, recipe, run, self.reporter.warn, generation)
         return self._inputs[key]
 
     def encode_prompts(self, model: LanguageModel, prompts: Sequence[Prompt], label: str) -> EncodedPrompts:

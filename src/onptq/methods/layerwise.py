@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onptq.bank import Trajectory
 from onptq.engine.prefixes import Prefixes, prompt_mask
-from onptq.engine.rollout import greedy_rollouts
+from onptq.engine.rollout import rollouts
 from onptq.errors import OnPTQError
 from onptq.models.attention import trusted_attention
 from onptq.models.encoding import EncodedPrompt, PromptBatch
@@ -47,7 +47,7 @@ def answer_prompts(
 ) -> list[Answered]:
     """The prompts with the given responses, or with the dense model's own greedy ones."""
     if responses is None:
-        responses = greedy_rollouts(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS, budget=0), side="D")
+        responses = rollouts(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS, budget=0), side="D")
     by_prompt = {response.prompt: response.tokens for response in responses}
     answered = []
     for prompt in prompts:

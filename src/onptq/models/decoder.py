@@ -48,6 +48,12 @@ class KVCache:
     def rewind(self, length: int) -> None:
         self.length = length
 
+    def take(self, rows: Tensor) -> None:
+        """Make the batch these rows of it."""
+        for tensors in (self.keys, self.values):
+            for layer, tensor in enumerate(tensors):
+                tensors[layer] = tensor[rows]
+
 
 class SlotCache:
     """A cache that writes a token's keys into the slot that a tensor names and reads all slots, under a mask.

@@ -103,7 +103,7 @@ class Memory:
     def prefixes(self, sides: int) -> Terms:
         """Cached keys and values of `sides` policies: calibration and held-out prompts, each within the budget."""
         token = 2 * self.shapes.layers * self.shapes.kv * self.compute
-        each = (sides * count * self.work.length * token for count in (self.work.prompts, self.work.holdout))
+        each = (sides * count * self.work.length * token for count in (self.work.followed, self.work.holdout))
         budget = self.budgets.prefixes
         return {"prefix caches": sum(size if budget is None else min(budget, size) for size in each)}
 
@@ -180,7 +180,7 @@ class Memory:
 
     def calibrate(self) -> Terms:
         work, shapes, calibrate = self.work, self.shapes, self.work.recipe.calibrate
-        hidden = work.every * work.length * shapes.hidden * self.compute
+        hidden = (work.followed + work.holdout) * work.length * shapes.hidden * self.compute
         budget, targets = self.budgets.targets, shapes.layers * hidden
         tokens = work.micro_batch * work.longest
         blocks = 1 if calibrate.checkpointing else shapes.layers
@@ -192,7 +192,7 @@ class Memory:
             "answered prompts": tokens * shapes.hidden * self.compute,
             "dense targets": targets if budget is None else min(budget, targets),
             "hidden states": shapes.layers * tokens * shapes.hidden * (self.compute + WIDE),
-            "logits": self.logits(-(-work.decisions * work.micro_batch // max(1, work.prompts))),
+            "logits": self.logits(-(-work.decisions * work.micro_batch // max(1, work.followed))),
         }
 
     def folding(self) -> Terms:

@@ -128,7 +128,7 @@ class Seconds:
         """`once(prompts, batches)`: calibration prompts in every round, held-out ones whenever they are followed."""
         work = self.work
         held_out = once(work.holdout, ceil(work.holdout / work.rows))
-        return work.banks * once(work.prompts, ceil(work.prompts / work.rows)) + work.held_out_passes * held_out
+        return work.banks * once(work.followed, ceil(work.followed / work.rows)) + work.held_out_passes * held_out
 
     def follow(self) -> float:
         work, rates = self.work, self.rates
@@ -157,7 +157,7 @@ class Seconds:
         """Q takes horizon - 1 steps over all branches of a batch at once; D reads them in one forward."""
         work, rates, horizon = self.work, self.rates, self.work.recipe.branch.horizon
         grown, read = 2 * work.candidates * (horizon - 1), 2 * work.candidates * horizon
-        trees = ceil(read / (work.rows * ROW_TOKENS)) + ceil(work.prompts / work.rows)
+        trees = ceil(read / (work.rows * ROW_TOKENS)) + ceil(work.followed / work.rows)
         seconds = self.decoder(rates.quantized, grown, trees * (horizon - 1)) + self.decoder(rates.dense, read, trees)
         return work.banks * (seconds + (grown / 2 + read) * rates.state)
 
@@ -165,9 +165,10 @@ class Seconds:
         """Updates, which run every block once more where they checkpoint; evaluations; D's hidden states as targets."""
         work, rates, calibrate = self.work, self.rates, self.work.recipe.calibrate
         length = work.length if work.decisions else work.prompt_tokens
-        read = calibrate.epochs * work.prompts
+        read = calibrate.epochs * work.followed
         updates = self.decoder(rates.learning, read * length, read / work.micro_batch)
         evaluations = self.decoder(rates.learning, work.judged * work.length, work.judged / work.micro_batch) / LEARNING
         seconds = updates * (1 + calibrate.checkpointing / LEARNING) + evaluations
-        seconds += self.decoder(rates.dense, work.every * length, work.every)
+        sequences = work.followed + work.holdout
+        seconds += self.decoder(rates.dense, sequences * length, sequences)
         return work.recipe.rounds * (seconds + 2 * LEARNING * calibrate.epochs * work.decisions * rates.state)

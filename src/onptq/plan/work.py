@@ -56,6 +56,11 @@ class Work:
         return self.prompts + self.holdout
 
     @property
+    def followed(self) -> int:
+        """Responses to calibration prompts in a bank."""
+        return self.prompts * self.recipe.follow.responses
+
+    @property
     def answered(self) -> int:
         """Tokens of a prompt and the dense model's own response, from which the init learns."""
         return self.prompt_tokens + RESPONSE_TOKENS
@@ -87,8 +92,8 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """Prompts in one batch of Follow, Compare and Branch."""
-        return max(1, min(max(self.prompts, self.holdout), self.recipe.compute.batch_tokens // self.length))
+        """Responses in one batch of Follow, Compare and Branch."""
+        return max(1, min(max(self.followed, self.holdout), self.recipe.compute.batch_tokens // self.length))
 
     @property
     def banks(self) -> int:
@@ -107,22 +112,22 @@ class Work:
         if not self.recipe.branches:
             return 0
         share = 1.0 if self.recipe.calibrate.consequence else CANDIDATES
-        return ceil(share * self.prompts * self.response_tokens)
+        return ceil(share * self.followed * self.response_tokens)
 
     @property
     def decisions(self) -> int:
         """States at which the objective reads logits."""
-        calibrate, select, visited = self.recipe.calibrate, self.recipe.select, self.prompts * self.response_tokens
+        calibrate, select, visited = self.recipe.calibrate, self.recipe.select, self.followed * self.response_tokens
         if calibrate.gamma and calibrate.response_over == "visited":
             return visited
         most = self.candidates if select.rule != "all" else visited
-        return min(most, select.budget if select.per_prompt is None else select.per_prompt * self.prompts)
+        return min(most, select.budget if select.per_prompt is None else select.per_prompt * self.followed)
 
     @property
     def micro_batch(self) -> int:
-        """Prompts in one forward of an update."""
+        """Prompts with a response in one forward of an update."""
         calibrate = self.recipe.calibrate
-        return min(calibrate.micro_batch, calibrate.batch, max(1, self.prompts))
+        return min(calibrate.micro_batch, calibrate.batch, max(1, self.followed))
 
     @property
     def judged(self) -> int:

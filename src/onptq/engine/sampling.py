@@ -1,0 +1,54 @@
+"""Tokens drawn at random, so that neither the batch nor a restart changes what is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onptq.errors import OnPTQError
+from onptq.models.encoding import PromptBatch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a model's generation config draws tokens, and the seed of the numbers that decide."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    seed: int = 0
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], seed: int) -> Sampling:
+        """The fields of a generation config; where one is missing, nothing is cut off."""
+        given = {name: settings.get(name) for name in ("temperature", "top_k", "top_p")}
+        for name, value in given.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+                raise OnPTQError(f"generation_config.json: {name} is {value!r}; expected a number of at least 0")
+        return cls(**{name: value for name, value in given.items() if value is not None}, seed=seed)
+
+    def numbers(self, batch: PromptBatch, count: int) -> Tensor:
+        """Of every prompt, `count` numbers from 0 to 1, [B, count]; they depend on its ordinal and the seed alone."""
+        rows = [np.random.default_rng((self.seed, prompt.ordinal)).random(count) for prompt in batch.prompts]
+        return torch.from_numpy(np.stack(rows)).to(batch.embeds.device, torch.float32)
+
+    def draw(self, logits: Tensor, number: Tensor) -> Tensor:
+        """A token of each row, [B], from logits [B, V] and a number from 0 to 1 for each row.
+
+        As transformers does it: of the `top_k` likeliest tokens the fewest whose probabilities add up to `top_p`. The number
+        says how far to go through those, likeliest first.
+        """
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        size = min(self.top_k or logits.shape[-1], logits.shape[-1])
+        best, tokens = logits.float().topk(size, dim=-1)
+        share = (best / self.temperature).softmax(-1)
+        before = share.cumsum(-1) - share
+        reached = share.masked_fill(before >= self.top_p, 0).cumsum(-1)
+        place = (reached <= number[:, None] * reached[:, -1:]).sum(-1, keepdim=True).clamp(max=size - 1)
+        return tokens.gather(1, place)[:, 0]
