@@ -34,7 +34,7 @@ from onptq.progress import Bar, QuietReporter
 from onptq.quantizer.integers import LowBitLinear
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
-from onptq.run import run_home
+from onptq.run import final_theta, run_home
 from onptq.zoo.random import write_random
 
 TINY = {
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_every_family_becomes_one_that_plain_transformers_loads_
     inputs = processor(probe_prompt(model.source.family.modalities)).tensors
     assert ("pixel_values" in inputs) == (family in MULTIMODAL)
     policy = model.policy("W4A8")
-    policy.freeze(Theta.load(run_home(tmp_path) / "rounds/1/theta.safetensors"))
+    policy.freeze(Theta.load(final_theta(tmp_path, 2)))
     with torch.inference_mode(), policy.speaking("Q"):
         expected = policy.model(**inputs, use_cache=False).logits
     with torch.inference_mode():

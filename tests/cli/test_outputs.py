@@ -208,7 +208,7 @@ def test_the_summary_is_counted_from_the_tables(run: Path) -> None:
     summary = json.loads((run_home(run) / "summary.json").read_text())
     assert summary.keys() >= {"scheme", "method", "model", "prompts", "rounds", "holdout", "checkpoint", "seconds"}
     tables = [(summary["rounds"][k], bank(run, k)) for k in range(ROUNDS)]
-    for name, part in (("rtn", "rtn/final"), ("initial", "rounds/0"), ("final", "final")):
+    for name, part in (("rtn", "rtn/final"), ("initial", "rounds/0"), ("calibrated", "final")):
         tables.append((summary["holdout"][name], columns(run_home(run) / f"{part}/holdout.parquet")))
     for figures, states in tables:
         assert figures["states"] == len(states["t"])
