@@ -102,6 +102,7 @@ def test_the_rule_of_the_page_chooses_the_critical_states(execute: Page, small: 
     assert set(by_risk.tolist()) != set(np.flatnonzero(expected).tolist())
 
 
+@pytest.mark.slow
 def test_the_loss_term_of_the_page_moves_theta(execute: Page, small: Path) -> None:
     blocks = code(EXTENDING / "loss-term.md", "python")
     without = blocks[-1].replace('"calibrate.terms.pair-probability"', '"calibrate.gamma"').replace("5.0", "1.0")

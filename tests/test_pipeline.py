@@ -134,6 +134,7 @@ def reload(family: str, folder: Path) -> Any:
     return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).to(torch.float32).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_of_every_family_becomes_one_that_plain_transformers_loads_with_the_same_logits(
     family: str, tiny: Callable[[str], Tiny], tmp_path: Path
@@ -166,6 +167,7 @@ def test_a_checkpoint_of_every_family_becomes_one_that_plain_transformers_loads_
     assert torch.equal(logits, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("method", ["rtn", "onptq"])
 def test_every_scheme_is_written_and_verified(scheme: str, method: str, wide: Path, tmp_path: Path) -> None:
@@ -201,6 +203,7 @@ def test_rounding_to_nearest_needs_no_prompts_and_prompts_only_measure_it(small:
         assert all(not tensor.any() for tensor in load_file(run_home(run) / "init.safetensors").values())
 
 
+@pytest.mark.slow
 def test_onptq_with_gamma_zero_is_static(quantize: Quantize) -> None:
     two = {"rounds": 2}
     static, control, ours = (
@@ -267,6 +270,7 @@ def best(rank: np.ndarray, eligible: np.ndarray, count: int) -> set[int]:
     return set(order[:count])
 
 
+@pytest.mark.slow
 def test_every_selection_rule_takes_the_states_it_says(quantize: Quantize) -> None:
     budget = {"select.budget": 5}
     banks = {
@@ -368,6 +372,7 @@ def test_every_loss_option_enters_the_loss_and_moves_theta(changes: dict[str, An
     assert theta_bytes(run) != theta_bytes(quantize())
 
 
+@pytest.mark.slow
 def test_codes_are_free_settled_or_learned_and_survive_the_export(quantize: Quantize) -> None:
     def parts(codes: str) -> set[str]:
         run = quantize({"init": "rtn", "calibrate.codes": codes}, verify=True)

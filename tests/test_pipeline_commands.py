@@ -149,6 +149,7 @@ def test_json_has_the_summary_with_the_comparison_and_rtn_has_its_own_folder(zoo
     assert "comparison" not in summary(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "baselines"), [("uniform", ["rtn", "static"]), ("search", ["rtn"])])
 def test_every_method_can_be_shipped_and_is_compared(method: str, baselines: list[str], zoo: Path) -> None:
     changes = TINY if method == "uniform" else {name: value for name, value in ALONE.items() if name != "init_steps"}
@@ -173,6 +174,7 @@ def test_a_zoo_model_can_go_unevaluated_and_take_other_prompts_preset_and_folder
     assert recorded["prompts"]["source"] == str(small / "prompts.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_can_be_evaluated_later(zoo: Path) -> None:
     first = call("quantize", "zoo:qwen2.5-vl", "--no-evaluate")
     assert first.exit_code == 0, first.stderr
@@ -183,6 +185,7 @@ def test_a_run_can_be_evaluated_later(zoo: Path) -> None:
     assert list(report(zoo / "qwen2.5-vl-W4A8")["models"]) == ["dense", "rtn", "static", "onptq"]
 
 
+@pytest.mark.slow
 def test_quiet_prints_no_table(zoo: Path) -> None:
     done = call("quantize", "--items", 1, "--quiet")
     assert (done.exit_code, done.stdout) == (0, "")
@@ -190,6 +193,7 @@ def test_quiet_prints_no_table(zoo: Path) -> None:
     assert list(report(zoo / DEMO)["models"]) == ["dense", "rtn", "static", "onptq"]
 
 
+@pytest.mark.slow
 def test_a_folder_is_evaluated_on_demand_and_named_after_itself(zoo: Path, random_zoo: Path, small: Path) -> None:
     folder = random_zoo / "qwen2.5-vl"
     without = call("quantize", folder)
@@ -201,6 +205,7 @@ def test_a_folder_is_evaluated_on_demand_and_named_after_itself(zoo: Path, rando
     assert report(zoo / "qwen2.5-vl-W4A8")["items"] == len(suite.tasks_of("qwen2.5-vl"))
 
 
+@pytest.mark.slow
 def test_a_text_model_is_compared_on_embedded_prompts(zoo: Path, tiny: Callable[[str], Tiny]) -> None:
     model = tiny("llama")
     done = call("quantize", model.folder, "--calibration", model.manifest, "--evaluate", "--out", "mine")
@@ -218,7 +223,9 @@ def without_tasks(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_family_without_tasks_is_compared_on_its_held_out_prompts(without_tasks: Path, small: Path) -> None:
-    done = call("quantize", small, "--calibration", small / "prompts.jsonl", "--evaluate", "--out", "mine")
+    weights_alone = ("--scheme", "W4A16")  # rounded activations differ with the sizes of batches
+    manifest = small / "prompts.jsonl"
+    done = call("quantize", small, *weights_alone, "--calibration", manifest, "--evaluate", "--out", "mine")
     assert done.exit_code == 0, done.stderr
     [head] = [line for line in done.stdout.splitlines() if "mismatch %" in line]
     assert head.split() == ["mismatch", "%", "KL"]

@@ -98,6 +98,7 @@ def broken(quantized: Folder, tmp_path: Path) -> Callable[..., Path]:
 # --- what is whole --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "scheme"), [*((family, "W4A8") for family in MULTIMODAL), ("llama", "W8A8")])
 def test_a_good_checkpoint_passes_against_its_source(
     quantized: Folder, tiny: Callable[[str], Tiny], family: str, scheme: str
@@ -171,6 +172,7 @@ def test_missing_companions_are_named(broken: Callable[..., Path], name: str, fi
     assert "processor" in wrong
 
 
+@pytest.mark.slow
 def test_what_only_the_source_has_is_missing_and_what_neither_has_is_not(
     broken: Callable[..., Path], tiny: Callable[[str], Tiny], tmp_path: Path
 ) -> None:

@@ -910,6 +910,7 @@ def killed(source: Path, out: Path, moment: str) -> None:
     assert (out / output_folder.STAGE).exists()
 
 
+@pytest.mark.slow
 def test_an_older_export_outlives_one_that_is_killed_while_folding(sources, tmp_path):
     source, out = sources("llama"), tmp_path / "out"
     export("llama", source, out, "W8A8")
@@ -922,6 +923,7 @@ def test_an_older_export_outlives_one_that_is_killed_while_folding(sources, tmp_
     assert verify(out, [example("llama")], [expected], dtype=torch.float32).max_abs_difference == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["folding", "publishing"])
 def test_a_killed_export_never_looks_complete_and_can_be_repeated(moment, sources, tmp_path):
     source, out = sources("llama"), tmp_path / "out"

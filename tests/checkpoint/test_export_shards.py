@@ -148,6 +148,7 @@ def write_checkpoint_imports() -> None:
     helpers.pack_to_int32(torch.zeros(8, 8, dtype=torch.int8), 4)
 
 
+@pytest.mark.slow
 def test_an_export_holds_little_more_than_the_shard_it_reads(tmp_path: Path) -> None:
     source = write_large(tmp_path / "source")
     script = f"import test_export_shards as t; t.measure({str(source)!r}, {str(tmp_path / 'out')!r})"

@@ -89,6 +89,7 @@ def test_the_hash_follows_everything_that_decides_what_the_model_computes(model:
     assert find_source(model).sha256() == before
 
 
+@pytest.mark.slow
 def test_large_files_are_hashed_in_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = find_source(model).sha256()
     monkeypatch.setattr(loading, "PART", 64)

@@ -242,6 +242,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(small: Path, out: Path, t
     assert snapshot(tmp_path / "once") == before
 
 
+@pytest.mark.slow
 def test_a_hub_id_without_a_network(out: Path, small: Path) -> None:
     """In a process of its own: the switch is read when the hub client is imported."""
     line = arguments("nobody/no-such-model", out, prompts=small / "prompts.jsonl")

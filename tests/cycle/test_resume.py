@@ -308,6 +308,7 @@ def snapshot(run: Path) -> dict[str, tuple[int, bytes]]:
 # --- the same result ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_theta(server: Server, tmp_path: Path) -> None:
     reference = server.reference()
     assert {"model.safetensors", *(f"run/rounds/{k}/{n}" for k in range(2) for n in ROUND)} <= files(reference).keys()
@@ -363,6 +364,7 @@ KILLS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], float]] = {
 
 
 @pytest.mark.parametrize(("changes", "kills", "save_seconds"), KILLS.values(), ids=KILLS)
+@pytest.mark.slow
 def test_kill_9_in_each_phase_and_the_same_command_ends_the_same(
     changes: dict[str, Any], kills: list[tuple[str, int]], save_seconds: float, server: Server, tmp_path: Path
 ) -> None:
@@ -383,6 +385,7 @@ def test_kill_9_in_each_phase_and_the_same_command_ends_the_same(
     assert verification is None or verification["max_abs_difference"] == 0.0
 
 
+@pytest.mark.slow
 def test_one_kill_in_the_second_round_and_nothing_else(server: Server, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert server(run, kill=("Branch 2", 1), save_seconds=20) == -signal.SIGKILL
@@ -390,6 +393,7 @@ def test_one_kill_in_the_second_round_and_nothing_else(server: Server, tmp_path:
     assert_same(run, server.reference())
 
 
+@pytest.mark.slow
 def test_kill_9_before_and_after_every_single_rename(server: Server, tmp_path: Path) -> None:
     """Each process dies with a half-written file, or just after a whole one; the checkpoint's own files are among them."""
     run, deaths = tmp_path / "run", tmp_path / "run.deaths"
@@ -408,6 +412,7 @@ def test_kill_9_before_and_after_every_single_rename(server: Server, tmp_path: P
     assert_same(run, server.reference(changes))
 
 
+@pytest.mark.slow
 def test_the_log_tells_of_every_beginning_and_survives_torn_lines(server: Server, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert server(run, kill=("Compare 1", 1)) == -signal.SIGKILL
@@ -439,6 +444,7 @@ def computed(events: list[dict[str, Any]], state: str) -> list[str]:
     return [phase for phase in phases if phase.split()[0] in COMPUTING]
 
 
+@pytest.mark.slow
 def test_a_continued_run_computes_no_committed_step_again(server: Server, tmp_path: Path) -> None:
     """Theta^(0), the whole first round and the steps of the second are on disk, and half of its update."""
     run = tmp_path / "run"
@@ -458,6 +464,7 @@ def test_a_continued_run_computes_no_committed_step_again(server: Server, tmp_pa
     assert written == [], "not even with the same bytes"
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_rounds_computes_none_of_them_again(server: Server, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert server(run, kill=("Export", 0)) == -signal.SIGKILL
@@ -597,6 +604,7 @@ def test_changed_prompts_are_refused_with_the_difference(
     assert_refused(call(own_model, begun), begun, before, "prompts.sha256: ")
 
 
+@pytest.mark.slow
 def test_the_same_model_and_prompts_from_elsewhere_continue_the_run(
     server: Server, own_model: Path, begun: Path
 ) -> None:
@@ -606,6 +614,7 @@ def test_the_same_model_and_prompts_from_elsewhere_continue_the_run(
     assert summary(begun) == summary(server.reference()) | {"model": str(own_model)}
 
 
+@pytest.mark.slow
 def test_other_versions_only_warn(model: Path, server: Server, begun: Path) -> None:
     record = home(begun) / "recipe.yaml"
     identity = yaml.safe_load(record.read_text())

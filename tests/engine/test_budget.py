@@ -204,6 +204,7 @@ def test_a_single_prompt_is_tried_again_where_nothing_else_is_cached(
     assert (prefixes.budget, alone.size) == (0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1])  # 1: in the middle of a step, when there are gradients already
 def test_an_update_takes_the_same_steps_with_fewer_prompts_at_once(
     policy: Policy, prompts: list[EncodedPrompt], after: int

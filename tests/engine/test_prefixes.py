@@ -38,6 +38,7 @@ def same_states(one: States, other: States) -> bool:
     return all(np.array_equal(column, vars(other)[name]) for name, column in vars(one).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speak", ["freeze", "attach"])
 def test_two_rounds_on_the_same_prefixes_equal_fresh_prefixes(tiny: Callable[[str], Tiny], speak: str) -> None:
     """The README's library example, twice in a row: no call between two thetas but the one that changes Q."""

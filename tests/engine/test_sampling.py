@@ -132,6 +132,7 @@ def sampled_run(small: Path, out: Path, **changes: Any) -> onptq.pipeline.Result
     return onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe)
 
 
+@pytest.mark.slow
 def test_a_run_with_several_responses_has_a_bank_of_all_of_them_and_repeats_itself(small: Path, tmp_path: Path) -> None:
     first, again = (sampled_run(small, tmp_path / name) for name in ("first", "again"))
     responses = [load_trajectories(run_home(first.path), round_index=k) for k in range(2)]

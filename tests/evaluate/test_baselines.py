@@ -208,6 +208,7 @@ def test_what_is_compared_are_the_models_that_quantize_writes(
         assert report.models[name].figures == written.models[name].figures
 
 
+@pytest.mark.slow
 def test_the_control_of_an_off_policy_run_still_follows_the_quantized_model(
     compared: tuple[Result, Report], small: Path, quantize: Quantize, tmp_path: Path
 ) -> None:
@@ -222,6 +223,7 @@ def test_the_control_of_an_off_policy_run_still_follows_the_quantized_model(
     assert (run_home(result.path) / first).read_bytes() != (home_of(result, "static") / "run" / first).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "names"),
     [

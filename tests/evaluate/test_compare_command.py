@@ -333,6 +333,7 @@ def test_a_comparison_that_is_whole_loads_no_model(
     assert run(small, copied, [str(exported), "rtn:W4A8"], items=items) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "phase",
     [
@@ -699,6 +700,7 @@ def test_candidates_are_folders_named_folders_or_methods_with_a_scheme(tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_names_that_look_alike_in_a_folder_keep_their_own_figures(small: Path, exported: Path, tmp_path: Path) -> None:
     coarse = tmp_path / "coarse"
     onptq.quantize(small, coarse, recipe=RECIPE.with_overrides({"scheme": "W2A8", "method": "rtn"}), verify=False)

@@ -32,6 +32,7 @@ def case(small: Path) -> Case:
     return policy, prompts, short_responses(prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rounding", "options"), [("gptq", gptq, {}), ("signround", signround, {"steps": 40})])
 def test_it_is_the_rounding_method_on_the_searched_grid(
     case: Case, name: str, rounding: Callable, options: dict[str, int]

@@ -98,6 +98,7 @@ def grid_of(piece: FoldedLinear) -> tuple[np.ndarray, np.ndarray]:
     return tuple(part.double().repeat_interleave(size, 1).numpy() for part in (piece.scale, zero))  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_columns_in_blocks_give_the_codes_of_one_column_at_a_time(act_order: bool, asymmetric: bool) -> None:
@@ -269,6 +270,7 @@ def test_unquantized_weights_have_nothing_to_round(small: Path) -> None:
     assert not gptq(policy, checkpoint.encode(policy, 1)).offset
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_every_family_is_rounded_and_left_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
     def method(policy: Policy, prompts: list[EncodedPrompt], advance: Callable[[int], None]) -> Theta:

@@ -96,6 +96,7 @@ def case(tiny):
 
 
 @pytest.mark.parametrize("rho", [(1.0, 1.0, 1.0), (1.0, 0.1, 4.0)], ids=["equal", "unequal"])
+@pytest.mark.slow
 def test_errors_count_by_their_size_not_by_its_square(tiny, rho):
     t = tiny("qwen2.5-omni")
     policy = make_policy(t, "W3A16")
@@ -117,6 +118,7 @@ def test_errors_count_by_their_size_not_by_its_square(tiny, rho):
 
 
 @pytest.mark.parametrize("rho", [(1.0, 1.0, 1.0), (1.0, 0.1, 4.0)], ids=["equal", "unequal"])
+@pytest.mark.slow
 def test_the_search_takes_the_least_weighted_error_of_its_grid(case, rho):
     """With equal ratios this is the plain search: mean absolute error over response, images and audio."""
     policy, prompts, responses, units = case
@@ -165,6 +167,7 @@ def test_only_the_proportion_of_the_weights_matters(case):
     assert all(torch.equal(one.smoothing[key], other.smoothing[key]) for key in one.smoothing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_every_family_gives_the_same_theta_twice_and_keeps_its_policy(tiny, family):
     def method(policy, prompts, advance):
@@ -176,6 +179,7 @@ def test_every_family_gives_the_same_theta_twice_and_keeps_its_policy(tiny, fami
     assert not theta.offset
 
 
+@pytest.mark.slow
 def test_the_dense_models_own_responses_are_the_default(case):
     policy, prompts, _, _ = case
     own = mbq(policy, prompts, responses=short_answers(policy, prompts, 64))

@@ -123,6 +123,7 @@ def test_tokens_have_equal_weights_where_nothing_is_attributed():
     torch.testing.assert_close(actual, torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0.0]]))
 
 
+@pytest.mark.slow
 def test_the_first_search_takes_the_least_importance_weighted_error_of_its_grid(tiny):
     """Before anything is quantized the path begins at the dense input itself, rounded."""
     t = tiny("qwen3-vl")
@@ -152,6 +153,7 @@ def test_the_first_search_takes_the_least_importance_weighted_error_of_its_grid(
     assert chosen != int(np.argmin(uniform)), "the importances matter here"
 
 
+@pytest.mark.slow
 def test_the_paper_form_judges_every_pair_on_the_dense_models_inputs(tiny, monkeypatch):
     """With all tokens alike it is the plain search: dense inputs, dense target, whatever is quantized before."""
 
@@ -174,6 +176,7 @@ def test_the_paper_form_judges_every_pair_on_the_dense_models_inputs(tiny, monke
         assert errors[chosen] <= min(errors) * (1 + 2e-4), (index, pair)
 
 
+@pytest.mark.slow
 def test_the_released_form_begins_with_uniform_weights_where_only_weights_are_quantized(tiny):
     t = tiny("qwen3-vl")
     policy = make_policy(t, "W4A16")
@@ -189,6 +192,7 @@ def test_the_released_form_begins_with_uniform_weights_where_only_weights_are_qu
 
 
 @pytest.mark.parametrize("released", [False, True], ids=["paper", "released"])
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_every_family_gives_the_same_theta_twice_and_keeps_its_policy(tiny, family, released):
     def method(policy, prompts, advance):

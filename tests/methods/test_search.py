@@ -140,6 +140,7 @@ def test_of_many_sequences_some_are_sampled_and_none_by_its_first_token_alone(
 
 
 @pytest.mark.parametrize("outliers", [False, True], ids=["", "outliers"])
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A8", "W8A8", "W4A16"])
 def test_no_linear_errs_more_than_under_plain_rounding(
     cases: Callable[[str, bool], Case], scheme: str, outliers: bool

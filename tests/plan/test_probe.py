@@ -55,6 +55,7 @@ def test_codes_that_are_not_settled_are_learned_as_an_init_learns_them(shapes: S
     assert measured.learning == measured.rounding
 
 
+@pytest.mark.slow
 def test_a_larger_block_takes_longer_in_proportion(shapes: Shapes) -> None:
     """Of blocks of more than a few million parameters a smaller one is measured."""
     larger = replace(shapes, hidden=4096, ffn=16384, query=4096, kv=1024, head_dim=128, block=2 * 10**8)

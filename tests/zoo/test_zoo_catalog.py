@@ -328,6 +328,7 @@ def test_a_broken_export_does_not_look_like_a_checkpoint(
     assert not (tmp_path / "exported" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_the_catalog_is_imported_only_for_its_own_names(small: Path) -> None:
     light = (
         "import sys, onptq.zoo.catalog; print(*(name for name in sys.modules if name.startswith(('onptq', 'torch'))))"

@@ -87,6 +87,7 @@ def test_sizes_are_multiples_that_every_kernel_takes(name):
     assert text["num_key_value_heads"] < text["num_attention_heads"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDED)
 def test_plain_transformers_gives_the_same_answers(name):
     """With its own model class, tokenizer, chat template, image processor, feature extractor and generate."""
@@ -140,6 +141,7 @@ def audio_inputs(folder, audios):
     return {"input_features": features["input_features"], "feature_attention_mask": features["attention_mask"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDED)
 def test_outliers_change_no_dense_answer(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ONPTQ_CACHE", str(tmp_path))

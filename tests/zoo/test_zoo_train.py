@@ -228,6 +228,7 @@ def test_targets_beyond_the_limit_are_cut() -> None:
     assert targets["spots"].tolist() == [*range(127), 128]  # the last of a row is followed by nothing
 
 
+@pytest.mark.slow
 def test_batches_do_not_depend_on_the_number_of_workers(words: str) -> None:
     order = Order(words, TOKENS["qwen2.5-vl"], seed=5, size=8, targets=128)
     with Feed(order, 0) as alone, Feed(order, 2) as together:
@@ -346,6 +347,7 @@ class Watcher(QuietReporter):
             yield bar
 
 
+@pytest.mark.slow
 def test_steps_with_infinite_gradients_are_left_out_and_counted(tmp_path: Path) -> None:
     watcher = Watcher()
     infinite: dict[str, Any] = {"ctc": math.inf}  # the loss of every spoken step
