@@ -808,7 +808,7 @@ def test_the_command_skips_bad_prompts_and_warns_of_those_it_was_calibrated_with
     )
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stderr.split())
-    assert "1 bad prompts are skipped:" in shown
+    assert "1 bad prompt is skipped:" in shown
     assert "line 1: `text` must not be empty" in shown
     assert "1 of 3 prompts that behaviour is compared on are calibration prompts too, e.g. prompt '3'" in shown
 

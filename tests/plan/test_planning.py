@@ -247,7 +247,7 @@ def test_a_bad_prompt_is_refused_or_skipped_with_a_warning(small: Path, tmp_path
     assert not plan.refusals
     assert plan.work is not None
     assert plan.work.prompts == 1
-    assert any("1 bad prompts are skipped" in text and "none.png" in text for text in plan.warnings)
+    assert any("1 bad prompt is skipped" in text and "none.png" in text for text in plan.warnings)
 
 
 def test_arguments_that_contradict_each_other_are_errors(small: Path) -> None:

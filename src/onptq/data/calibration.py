@@ -71,7 +71,8 @@ class Prompts:
 def describe_skipped(bad: Sequence[str]) -> str:
     """How many prompts are skipped, and of the first ones which and why."""
     shown = "".join(f"\n  {why}" for why in bad[:SHOWN_ERRORS])
-    return f"{len(bad)} bad prompts are skipped:{shown}" + ("\n  ..." if len(bad) > SHOWN_ERRORS else "")
+    many = "1 bad prompt is" if len(bad) == 1 else f"{len(bad)} bad prompts are"
+    return f"{many} skipped:{shown}" + ("\n  ..." if len(bad) > SHOWN_ERRORS else "")
 
 
 def describe_kinds(prompts: Sequence[Prompt]) -> str:
