@@ -73,6 +73,7 @@ class Suite:
     python: Path
     out: Path
     patience: float
+    flags: Set[str]  # of the CPU
 
     def folder(self, case: Case) -> Path:
         return self.out / case.label
@@ -94,7 +95,7 @@ class Suite:
         torch."""
         media = {"image": 1, "video": 0} | ({"audio": 1} if "audio" in source.family.modalities else {})
         port, began = free_port(), time.monotonic()
-        command = serve_command(self.python, source.folder, port, case.dtype, media)
+        command = serve_command(self.python, source.folder, port, case.dtype(self.flags), media)
         log = self.folder(case) / "server.log"
         with Server(command, port, log, case.environment, self.patience) as server:
             replies = [ask(server, question) for question in chosen]
@@ -115,8 +116,8 @@ class Suite:
         return Result(
             case.model,
             case.scheme_name,
-            case.dtype,
-            case.limit,
+            case.dtype(self.flags),
+            case.limit(self.flags),
             kernels(log_text),
             compared,
             seconds,
@@ -219,7 +220,8 @@ def runnable(cases: Sequence[Case], flags: Set[str]) -> list[Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    cases = runnable(choose_cases(args.models, args.schemes, args.quick), cpu_flags())
+    flags = cpu_flags()
+    cases = runnable(choose_cases(args.models, args.schemes, args.quick), flags)
     if args.out.exists() and any(args.out.iterdir()):
         raise OnPTQError(f"--out {args.out} is not empty; expected a new or empty folder")
     began = time.monotonic()
@@ -227,7 +229,7 @@ def run(args: argparse.Namespace) -> int:
     installed = make_environment(environment)
     print_line(f"environment {environment}: " + ("exists" if installed is None else f"made in {installed:.0f} s"))
     args.out.mkdir(parents=True, exist_ok=True)
-    suite = Suite(python_of(environment), args.out.absolute(), args.patience)
+    suite = Suite(python_of(environment), args.out.absolute(), args.patience, flags)
     results = suite.run(cases, args.servers)
     print_table(results)
     seconds = time.monotonic() - began

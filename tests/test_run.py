@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -552,7 +553,7 @@ def test_a_file_that_changed_since_it_was_committed_is_refused_until_it_is_delet
     with Run.open(tmp_path, IDENTITY) as run:
         run.step("x", TEXT, lambda: "value")
         run.file("x").write_bytes(damaged)
-        with pytest.raises(OnPTQError, match=r"x has changed since it was written: delete this file"):
+        with pytest.raises(OnPTQError, match=r"x has changed since it was written: delete .*x, and the same"):
             run.step("x", TEXT, lambda: "value")
         run.file("x").unlink()
         assert run.step("x", TEXT, lambda: "value") == "value"
@@ -571,7 +572,7 @@ def test_a_file_written_several_times_matches_whichever_version_a_kill_left(tmp_
 def test_an_unreadable_file_without_a_sum_says_what_to_delete(tmp_path: Path) -> None:
     with Run.open(tmp_path, IDENTITY) as run:
         run.file("x.json").write_text("{")
-        with pytest.raises(OnPTQError, match=r"cannot read .*x\.json .*: delete this file"):
+        with pytest.raises(OnPTQError, match=r"cannot read .*x\.json .*: delete .*x\.json, and the same"):
             run.read_json("x.json")
 
 
@@ -632,3 +633,51 @@ def test_only_the_process_that_began_a_run_withdraws_it(tmp_path: Path) -> None:
     with pytest.raises(OnPTQError, match="no luck"), Run.open(tmp_path / "new", IDENTITY):
         raise OnPTQError("no luck")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("place", ["rounds/0", "final", "rtn/final"])
+def test_of_a_damaged_round_all_is_deleted_as_its_files_are_made_from_one_another(place: str, tmp_path: Path) -> None:
+    with Run.open(tmp_path, IDENTITY) as run:
+        run.step(f"{place}/x", TEXT, lambda: "value")
+        run.file(place, "x").write_bytes(b"valuE")
+        with pytest.raises(OnPTQError, match=rf"x has changed since it was written: delete .*/onptq/{place}, and"):
+            run.read(f"{place}/x", TEXT.read)
+
+
+def test_a_run_does_not_finish_with_a_damaged_file_that_nothing_read_again(tmp_path: Path) -> None:
+    with Run.open(tmp_path, IDENTITY) as run:
+        run.step("rounds/0/x", TEXT, lambda: "value")
+    run.file("rounds", "0", "x").write_bytes(b"valuE")
+    with Run.open(tmp_path, IDENTITY) as run:
+        with pytest.raises(OnPTQError, match=r"rounds/0/x has changed since it was written"):
+            run.finish({})
+        assert not run.finished
+        run.file("rounds", "0", "x").unlink()
+        run.step("rounds/0/x", TEXT, lambda: "value")
+        run.finish({})
+    assert run.finished
+
+
+@pytest.mark.parametrize("what", ["a file", "a line of the log", "the summary"])
+def test_a_run_whose_folder_is_deleted_says_so_and_can_begin_again(what: str, tmp_path: Path) -> None:
+    uses: dict[str, Callable[[Run], object]] = {
+        "a file": lambda run: run.write_json([1], "rounds", "0", "x.json"),
+        "a line of the log": lambda run: run.log("note", text="a"),
+        "the summary": lambda run: run.finish({}),
+    }
+    with Run.open(tmp_path / "run", IDENTITY) as run:
+        shutil.rmtree(run.home)
+        run.scratch("prompts").mkdir(parents=True)  # what does not fit into memory is written past the run
+        with pytest.raises(OnPTQError, match=r"onptq was deleted while the run went on: begin it again"):
+            uses[what](run)
+    with Run.open(tmp_path / "run", IDENTITY) as run:
+        assert not run.resumed
+        assert not run.scratch("prompts").exists()
+
+
+def test_a_record_that_changed_only_where_nothing_is_compared_is_refused_too(tmp_path: Path) -> None:
+    Run.open(tmp_path, IDENTITY).close()
+    record = tmp_path / "onptq" / "recipe.yaml"
+    record.write_text(record.read_text().replace("/models/a", "/models/b"))
+    with pytest.raises(OnPTQError, match=r"recipe\.yaml has changed since it was written: restore it, or choose"):
+        Run.open(tmp_path, IDENTITY)

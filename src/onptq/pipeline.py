@@ -30,7 +30,7 @@ from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts,
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.engine.budget import cached_bytes
-from onptq.engine.memory import free_memory
+from onptq.engine.memory import free_memory, peak_memory
 from onptq.engine.prompts import EncodedPrompts
 from onptq.errors import OnPTQError
 from onptq.evaluate.guard import keep_better
@@ -94,7 +94,7 @@ def quantize(
     reporter = reporter or QuietReporter()
     job = check(model, Path(out), recipe or Recipe(), calibration, holdout, on_bad_prompt, reporter)
     with Run.open(out, identify(job, reporter), home=run_home(out), warn=reporter.warn) as run:
-        reporter = LoggedReporter(reporter, run.log)
+        reporter = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
         if (summary := finished(job, run, reporter)) is not None:
             return Result(job.out, summary, job.prompts)
         if start is not None and not run.has(INIT):

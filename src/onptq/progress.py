@@ -189,11 +189,15 @@ class _RichBar:
 
 
 class LoggedReporter:
-    """Another reporter, whose phases, notes and warnings also go to a run's log, with the seconds of every phase."""
+    """Another reporter, whose phases, notes and warnings also go to a run's log, with the seconds of every phase.
 
-    def __init__(self, inner: Reporter, log: Callable[..., None]) -> None:
+    With `peak`, the log also says how many bytes had been held at most when a phase ended.
+    """
+
+    def __init__(self, inner: Reporter, log: Callable[..., None], peak: Callable[[], int] | None = None) -> None:
         self._inner = inner
         self._log = log
+        self._peak = peak
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
@@ -211,7 +215,8 @@ class LoggedReporter:
                     )
                 raise
         seconds = round(time.monotonic() - began, 3)
-        self._log("phase", state="end", phase=name, done=counted.done, seconds=seconds)
+        held = {} if self._peak is None else {"peak_bytes": self._peak()}
+        self._log("phase", state="end", phase=name, done=counted.done, seconds=seconds, **held)
 
     def note(self, text: str) -> None:
         self._log("note", text=text)

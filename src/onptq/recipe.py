@@ -65,6 +65,8 @@ def _refuse_bool(value: Any) -> Any:
 
 # YAML 1.1 reads 1e-3 as text, so numbers may also come as text; true and false are never numbers.
 Real = Annotated[float, BeforeValidator(_refuse_bool)]
+# And it reads off as false.
+Detail = Annotated[Literal["off", "light", "full"], BeforeValidator(lambda value: "off" if value is False else value)]
 
 
 class Config(BaseModel):
@@ -259,8 +261,21 @@ class ComputeConfig(Config):
     )
 
 
+class ReportConfig(Config):
+    """What is kept of single states, to be looked at."""
+
+    LATER: ClassVar[Mapping[str, Any]] = {"detail": "light"}
+
+    detail: Detail = Field(
+        default="light",
+        description="states with the likeliest tokens of both models: mismatches and near misses, all (full), or none (off)",
+    )
+
+
 class Recipe(Config):
     """Everything that decides a run's result, besides the model and the prompts."""
+
+    LATER: ClassVar[Mapping[str, Any]] = {"report": {}}
 
     scheme: str = Field(default="W4A8", description="number format: W4A16, W8A8, W4A8, W4A6, any WbAb, -gN, -asym")
     method: str = Field(
@@ -281,6 +296,7 @@ class Recipe(Config):
     select: SelectConfig = SelectConfig()
     calibrate: CalibrateConfig = CalibrateConfig()
     compute: ComputeConfig = ComputeConfig()
+    report: ReportConfig = ReportConfig()
 
     @property
     def settles(self) -> bool:

@@ -33,7 +33,7 @@ LOG = "log.jsonl"
 SCRATCH = ".scratch"
 LOCK = ".lock"
 SUMS = "SHA256SUMS"  # of every committed file, in the form of sha256sum
-REMEDY = "delete this file, and the same command computes it again"
+AGAIN = "and the same command computes it again"
 SAFETENSORS_TEMPORARY = ".tmp*"  # where safetensors writes before it renames
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class Run:
         self._arm = arm
         self.resumed = False  # an earlier process began it
         self._behind: Future[None] | None = None
+        self._intact: set[str] = set()  # files that this process has written, or compared with their sums
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
 
     @classmethod
@@ -96,7 +97,9 @@ class Run:
             remove(self.home / SCRATCH)
             _drop_torn_line(self.file(LOG))
         self.resumed = recorded is not None
-        if recorded is None:
+        if self.resumed:
+            self._check(RECORD, self._sums().get(RECORD, set()))
+        else:
             with self.writing(RECORD) as temporary:
                 record = {"contract": CONTRACT} | plain(identity)
                 temporary.write_text(yaml.safe_dump(record, sort_keys=False), encoding="utf-8")
@@ -152,10 +155,19 @@ class Run:
 
     @contextmanager
     def _committing(self, target: Path) -> Iterator[Path]:
+        name = str(target.relative_to(self.file()))
+        if name != RECORD:
+            self._require_folder()
         with atomically(target) as temporary:
             yield temporary
             # Before the file has its name: a kill in between leaves a sum too many, never a file without one.
-            _append(self.file(SUMS), f"{file_sha256(temporary)}  {target.relative_to(self.file())}")
+            _append(self.file(SUMS), f"{file_sha256(temporary)}  {name}")
+        self._intact.add(name)
+
+    def _require_folder(self) -> None:
+        """Write nothing into the place of a folder that is gone: the same command would refuse what is left there."""
+        if not (self.home / RECORD).exists():
+            raise OnPTQError(f"{self.home} was deleted while the run went on: begin it again with the same command")
 
     def step(self, name: str, codec: Codec[T], compute: Callable[[], T]) -> T:
         """The value that an earlier process committed as `name`, or else the computed one, now committed.
@@ -172,15 +184,22 @@ class Run:
     def read(self, name: str, reader: Callable[[Path], T]) -> T:
         """A committed file, checked against the sum it was committed with."""
         path = self.file(name)
-        sums = self._sums().get(name)
-        if sums and file_sha256(path) not in sums:
-            raise OnPTQError(f"{path} has changed since it was written: {REMEDY}")
         try:
+            self._check(name, self._sums().get(name, set()))
             return reader(path)
         except OnPTQError:
             raise
         except Exception as error:  # every format has exceptions of its own
-            raise OnPTQError(f"cannot read {path} ({error}): {REMEDY}") from error
+            self._require_folder()
+            raise OnPTQError(f"cannot read {path} ({error}): delete {_unit(path)}, {AGAIN}") from error
+
+    def _check(self, name: str, sums: set[str]) -> None:
+        """Refuse a file that none of its sums fits."""
+        path = self.file(name)
+        if sums and file_sha256(path) not in sums:
+            advice = "restore it, or choose another --out" if name == RECORD else f"delete {_unit(path)}, {AGAIN}"
+            raise OnPTQError(f"{path} has changed since it was written: {advice}")
+        self._intact.add(name)
 
     def _sums(self) -> dict[str, set[str]]:
         """By name, every sum that the file was committed with; a file that is written again has several."""
@@ -192,12 +211,18 @@ class Run:
         return sums
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Commit the summary, the run's last file, and leave the sums of the files that are there."""
+        """Commit the summary, the run's last file, and leave the sums of the files that are there.
+
+        Files of earlier processes that this one did not need must still be what they were."""
+        self.wait()
+        for name, sums in self._sums().items():
+            if name not in self._intact and self.has(name):
+                self._check(name, sums)
         self.write_json(summary, SUMMARY)
-        sums = self._sums()
         files = sorted(str(path.relative_to(self.home)) for path in self.home.rglob("*") if path.is_file())
-        once = {name: digests.pop() for name, digests in sums.items() if len(digests) == 1}
-        lines = [f"{once.get(name) or file_sha256(self.home / name)}  {name}\n" for name in files if name in sums]
+        written = self._sums()
+        once = {name: digests.pop() for name, digests in written.items() if len(digests) == 1}
+        lines = [f"{once.get(name) or file_sha256(self.home / name)}  {name}\n" for name in files if name in written]
         with atomically(self.file(SUMS)) as temporary:
             temporary.write_text("".join(lines), encoding="utf-8")
 
@@ -218,6 +243,7 @@ class Run:
         """Append one line to the log."""
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         whose = {} if self._arm is None else {"arm": self._arm}
+        self._require_folder()
         _append(self.home / LOG, to_json({"time": time, "event": event, **whose, **fields}))
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -376,7 +402,7 @@ def _untouched(place: Path, home: Path) -> bool:
         return True
     if place != home:
         return all(item == home for item in place.iterdir())
-    return all(item.name in (LOCK, SUMS) or item.name.startswith(TEMPORARY) for item in place.iterdir())
+    return all(item.name in (LOCK, SUMS, SCRATCH) or item.name.startswith(TEMPORARY) for item in place.iterdir())
 
 
 def _decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,6 +412,12 @@ def _decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in identity.items()
         if name not in ("versions", "contract", "evaluation")
     }
+
+
+def _unit(path: Path) -> Path:
+    """What to delete together with a file: all of its round, or of the end, whose files are made from one another."""
+    whole = path.parent.parent.name == "rounds" or path.parent.name == CHOICE[0]
+    return path.parent if whole else path
 
 
 def _lock(folder: Path, home: Path) -> int:

@@ -687,3 +687,129 @@ def test_a_file_that_may_not_grow_is_explained_and_the_run_goes_on_where_it_may(
     done = call(small, out)
     assert done.exit_code == 0, done.stderr
     assert results(out) == results(reference)
+
+
+# --- hostile model folders ------------------------------------------------------------------------------------------
+
+
+def replace_with_pipe(name: str) -> Callable[[Path], object]:
+    def change(model: Path) -> None:
+        (model / name).unlink(missing_ok=True)
+        os.mkfifo(model / name)
+
+    return change
+
+
+def in_json(name: str, **changes: Any) -> Callable[[Path], object]:
+    return lambda model: edit(model / name, lambda content: content.update(changes))
+
+
+def in_text_config(**changes: Any) -> Callable[[Path], object]:
+    return lambda model: edit(model / "config.json", lambda c: c.get("text_config", c).update(changes))
+
+
+def template(text: str) -> Callable[[Path], object]:
+    return lambda model: (model / "chat_template.json").write_text(json.dumps({"chat_template": text}))
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HUGE = {"shortest_edge": 10**12, "longest_edge": 10**13}
+INDEX = "model.safetensors.index.json"
+HOSTILE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "config is a pipe": (replace_with_pipe("config.json"), ("config.json is not a regular file",)),
+    "tokenizer settings are a pipe": (
+        replace_with_pipe("tokenizer_config.json"),
+        ("tokenizer_config.json is not a regular file",),
+    ),
+    "a tower of a billion layers": (
+        lambda model: edit(model / "config.json", lambda c: c["vision_config"].update(depth=10**9)),
+        ("config.json", "1,000,000,000 layers"),
+    ),
+    "heads below zero": (in_text_config(num_attention_heads=-2), ("config.json says num_attention_heads is -2",)),
+    "heads that are text": (in_text_config(num_attention_heads="2"), ("num_attention_heads is '2'",)),
+    "a factor that is text": (
+        in_text_config(rope_scaling={"factor": "x", "original_max_position_embeddings": 5}),
+        ("config.json", "'factor': 'x'", "expected numbers"),
+    ),
+    "a shard's name too long for any disk": (
+        lambda model: (model / INDEX).write_text(json.dumps({"weight_map": {"a": "a" * 5000}})),
+        (INDEX, "must name files beside it"),
+    ),
+    "template without its key": (
+        lambda model: (model / "chat_template.json").write_text("{}"),
+        ("chat_template.json", "`chat_template`"),
+    ),
+    "broken template": (
+        lambda model: (model / "chat_template.json").write_text("{"),
+        ("chat_template.json is not readable JSON",),
+    ),
+    "template that is a list": (
+        lambda model: (model / "chat_template.json").write_text("[1]"),
+        ("chat_template.json", "`chat_template`"),
+    ),
+    "template without an end": (template(LOOPS), ("prompt 'p001'", "it takes more than 0.2 s")),
+    "template that steers the terminal": (
+        template("{{ raise_exception('\x1b]0;title\x07\x1b[2J') }}"),
+        ("the chat template refuses its messages: \\x1b]0;title\\x07\\x1b[2J",),
+    ),
+    "images enlarged without bound": (
+        in_json("preprocessor_config.json", min_pixels=10**12, max_pixels=10**13, size=HUGE),
+        ("preprocessor_config.json", "enlarges images to 1000000000000 pixels"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_model_folder_is_refused_by_name(
+    name: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onptq.models.templates.SECONDS", 0.2)
+    spoil, expected = HOSTILE[name]
+    spoil(model)
+    assert_refused(call(model, out), *expected)
+    assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("verify", "a tower of a billion layers"),
+        ("verify", "template without an end"),
+        ("plan", "heads below zero"),
+        ("plan", "broken template"),
+        ("inspect", "config is a pipe"),
+        ("verify", "images enlarged without bound"),
+    ],
+)
+def test_other_commands_end_with_the_defect_too(
+    command: str, name: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onptq.models.templates.SECONDS", 0.2)
+    HOSTILE[name][0](model)
+    done = CliRunner().invoke(app, [command, str(model), *(["--scheme", "W4A8"] if command == "plan" else [])])
+    assert isinstance(done.exception, SystemExit), repr(done.exception)
+    assert done.exit_code in (1, 2)
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "method": in_json("config.json", quantization_config={"quant_method": [1]}),
+    "architectures": in_json("config.json", architectures=5),
+    "token without text": in_json("tokenizer.json", added_tokens=[{"id": 1}]),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_inspect_describes_a_folder_with_odd_types(name: str, model: Path) -> None:
+    ODD[name](model)
+    done = CliRunner().invoke(app, ["inspect", str(model)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+
+
+def test_metadata_that_no_reader_opens_are_a_defect(model: Path) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8 : 8 + length]) | {"__metadata__": {"a": 1}}).encode()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    done = CliRunner().invoke(app, ["inspect", str(model)])
+    assert done.exit_code == 1
+    assert "metadata that are not text" in done.output

@@ -217,8 +217,12 @@ def test_cases_are_served_with_the_settings_of_their_kernels(clients: SimpleName
     assert len(cases) == 24
     assert set(clients.cases.choose_cases(None, None, True)) < set(cases.values())
     dense, w8a8, w4a16, w4a8 = (cases[f"zoo-qwen3-vl-{name}"] for name in clients.cases.SCHEMES)
-    assert [one.dtype for one in (dense, w8a8, w4a16, w4a8)] == ["float32", "float32", "float16", "bfloat16"]
-    assert [one.limit for one in (dense, w8a8, w4a16, w4a8)] == [0.06, 0.25, 0.06, 0.25]
+    plain, amx = {"avx512f"}, {"avx512f", "amx_tile"}
+    four = (dense, w8a8, w4a16, w4a8)
+    assert [one.dtype(plain) for one in four] == ["float32", "float32", "float16", "bfloat16"]
+    assert [one.limit(plain) for one in four] == [0.06, 0.25, 0.06, 0.25]
+    assert [one.dtype(amx) for one in four] == ["float32", *["bfloat16"] * 3]
+    assert [one.limit(amx) for one in four] == [0.06, 0.25, 0.25, 0.25]
     assert [dict(one.environment) for one in (w8a8, w4a16, w4a8)] == [
         {},
         {"VLLM_CPU_INT4_W4A8": "0"},

@@ -118,7 +118,11 @@ def stored_dtype(inspected: Inspected) -> str | None:
 def _added_tokens(inspected: Inspected) -> dict[str, int]:
     added = inspected.checkpoint.json("tokenizer.json").get("added_tokens")
     entries = added if isinstance(added, list) else []
-    return {entry["content"]: entry["id"] for entry in entries if isinstance(entry, dict) and "id" in entry}
+    return {
+        entry["content"]: entry["id"]
+        for entry in entries
+        if isinstance(entry, dict) and {"id", "content"} <= entry.keys()
+    }
 
 
 def _mapping(value: Any) -> dict[str, Any]:

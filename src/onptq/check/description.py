@@ -72,7 +72,7 @@ def describe(inspected: Inspected) -> Description:
         kinds[kind] += 1
     return Description(
         folder=str(checkpoint.folder),
-        architecture=next(iter(config.get("architectures") or ()), None),
+        architecture=_first(config.get("architectures")),
         family=inspected.family.name if inspected.family else None,
         transformers_version=config.get("transformers_version"),
         model_classes=tuple(layout.model_class for layout in inspected.layouts.each),
@@ -87,6 +87,10 @@ def describe(inspected: Inspected) -> Description:
         serving=_serving(stated),
         unchecked=inspected.layouts.unknown or inspected.layouts.broken,
     )
+
+
+def _first(listed: Any) -> str | None:
+    return str(listed[0]) if isinstance(listed, list) and listed else None
 
 
 def part_of(name: str) -> str:
@@ -127,7 +131,7 @@ def _makers(checkpoint: Checkpoint) -> Iterator[str]:
     if recipe:
         modifiers = [name for stage in recipe.values() if isinstance(stage, dict) for name in _modifiers(stage)]
         yield f"llm-compressor (recipe.yaml{': ' + ', '.join(modifiers) if modifiers else ''})"
-    if section.get("autoround_version") or section.get("quant_method") in {"auto-round", "intel/auto-round"}:
+    if section.get("autoround_version") or section.get("quant_method") in ("auto-round", "intel/auto-round"):
         yield f"AutoRound {section.get('autoround_version') or ''}".strip()
     quantizer = (section.get("meta") or {}).get("quantizer") if isinstance(section.get("meta"), dict) else None
     if quantizer:

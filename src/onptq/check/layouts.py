@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onptq.checkpoint.names import too_deep
 from onptq.errors import OnPTQError
 from onptq.models import family_of
-from onptq.models.family import text_config, thinker_config
 
-LAYERS = 1000  # that a model may have, however few tensors are there
 WEIGHTS = {"weight", "weight_packed", "qweight"}  # whichever of them holds a module's weight on disk
 # Full checkpoints whose architectures entry names no class of transformers, or that a part's class loads as well.
 WHOLE = {"qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration"}
@@ -59,9 +58,8 @@ def read_layouts(folder: Path, config: Mapping[str, Any], modules: Mapping[str, 
     if not classes:
         kind = f"{config.get('architectures')}, model_type {config.get('model_type')!r}"
         return Layouts(unknown=f"transformers {transformers.__version__} has no class for {kind}")
-    layers = max(_depths(config), default=0)
-    if layers > max(LAYERS, len(modules)):
-        return Layouts(broken=f"it has {layers:,} layers, the shards have {len(modules):,} modules")
+    if (beyond := too_deep(config, len(modules))) is not None:
+        return Layouts(broken=beyond)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -69,15 +67,6 @@ def read_layouts(folder: Path, config: Mapping[str, Any], modules: Mapping[str, 
             return Layouts(tuple(_layout(name, built, modules) for name in classes))
     except Exception as error:  # a damaged config fails in as many ways as there are models
         return Layouts(broken=f"transformers {transformers.__version__}: {type(error).__name__}: {error}")
-
-
-def _depths(config: Mapping[str, Any]) -> Iterator[int]:
-    """The numbers of layers of the language model and its towers."""
-    inner = thinker_config(config)
-    for part in (text_config(config), inner.get("vision_config"), inner.get("audio_config")):
-        for key in ("num_hidden_layers", "depth", "encoder_layers"):
-            if isinstance(part, Mapping) and isinstance(part.get(key), int):
-                yield part[key]
 
 
 def _classes(config: Mapping[str, Any]) -> list[str]:
@@ -88,7 +77,8 @@ def _classes(config: Mapping[str, Any]) -> list[str]:
     except OnPTQError:
         family = []
     whole = WHOLE.get(str(config.get("model_type")))
-    named = (*(config.get("architectures") or ()), *((whole,) if whole else ()), *family)
+    listed = config.get("architectures")
+    named = (*(listed if isinstance(listed, list) else ()), *((whole,) if whole else ()), *family)
     return list(dict.fromkeys(name for name in named if isinstance(name, str) and hasattr(transformers, name)))
 
 

@@ -26,7 +26,9 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED = {".bin", ".pth"}
+SETTINGS = {".json", ".jinja", ".model", ".txt"}  # of model, tokenizer and processor
 HEADER_LIMIT = 100_000_000  # safetensors' own
+LONGEST_NAME = 200  # of a file; file systems take 255 bytes
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -242,6 +244,7 @@ def open_source(folder: Path) -> Checkpoint:
 
 def read_folder(folder: Path) -> Checkpoint:
     """Read config.json, the index and the header of every shard. Only config.json must be in order."""
+    _check_regular(folder)
     config = read_json(folder / CONFIG)
     _check_sections(config, folder / CONFIG)
     weight_map, error = _read_index(folder / INDEX)
@@ -277,6 +280,13 @@ def split_name(name: str) -> tuple[str, str]:
     return (module, parameter) if parameter in _PARAMETERS else (name, "")
 
 
+def _check_regular(folder: Path) -> None:
+    """Refuse pipes and devices where transformers looks for settings: to open one may take for ever."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.suffix in SETTINGS and path.exists() and not (path.is_file() or path.is_dir()):
+            raise OnPTQError(f"{path} is not a regular file; expected one, or none")
+
+
 def _check_sections(config: Mapping[str, Any], path: Path) -> None:
     for key in ("thinker_config", "text_config", "vision_config", "audio_config", "quantization_config"):
         section = config.get(key)
@@ -295,9 +305,9 @@ def _read_index(path: Path) -> tuple[Mapping[str, str] | None, str | None]:
         return {}, f"is unreadable ({error})"
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         return {}, "is unreadable (weight_map must map tensor names to file names)"
-    elsewhere = sorted({file for file in weight_map.values() if Path(file).name != file})
+    elsewhere = sorted({file for file in weight_map.values() if Path(file).name != file or len(file) > LONGEST_NAME})
     if elsewhere or not weight_map:
-        return {}, f"must name files beside it, got {', '.join(elsewhere[:3]) or 'nothing'}"
+        return {}, f"must name files beside it, got {', '.join(name[:100] for name in elsewhere[:3]) or 'nothing'}"
     return weight_map, None
 
 
@@ -314,7 +324,9 @@ def _read_shard(file: Path) -> Shard:
             if length > min(HEADER_LIMIT, actual):
                 raise ValueError(f"a header of {length:,} bytes in a file of {actual:,}")
             header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("metadata that are not text")
         tensors = {name: _tensor(file, entry) for name, entry in header.items()}
         data = _check_offsets(header, tensors)
     except OSError as error:

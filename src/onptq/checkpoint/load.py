@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from onptq.checkpoint.folder import CONFIG, Checkpoint
+from onptq.checkpoint.names import too_deep
 from onptq.checkpoint.quantization import COMPRESSED
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source
 from onptq.errors import OnPTQError
@@ -39,7 +40,9 @@ def load_model(
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    source.checkpoint.require_whole()
+    checkpoint = source.checkpoint.require_whole()
+    if (beyond := too_deep(source.config, len(checkpoint.modules))) is not None:
+        raise OnPTQError(f"{source.folder / CONFIG}: {beyond}")
     quantization = source.checkpoint.quantization or {}
     compressed = quantization.get("quant_method") == COMPRESSED
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}

@@ -11,10 +11,12 @@ from typing import Any
 from onptq.checkpoint.folder import DENSE, Checkpoint, StoredTensor
 from onptq.errors import OnPTQError
 from onptq.models import structure
-from onptq.models.family import text_config
+from onptq.models.family import text_config, thinker_config
 
 LINEARS = tuple(".".join(path) for path in structure.LINEARS.values())  # "self_attn.q_proj", ..., "mlp.down_proj"
+LAYERS = 1000  # that a model may have, however few tensors are there
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+_DEPTHS = ("num_hidden_layers", "depth", "encoder_layers")  # of the language model and its towers
 _QUERY = re.compile(r"((?:.*\.)?)layers\.(\d+)\.self_attn\.q_proj\.weight")
 
 
@@ -83,9 +85,11 @@ def matches(name: str, pattern: str) -> bool:
 def disagreements(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], decoder: Decoder) -> list[str]:
     """A sentence on every dense tensor of the decoder whose shape is not the one that config.json gives."""
     text = text_config(config)
-    if any(not isinstance(text.get(name), int) or text[name] < 1 for name in _SIZES):
-        return []
-    wrong = []
+    wrong = [
+        f"config.json says {name} is {text[name]!r}" for name in _SIZES if name in text and not _is_size(text[name])
+    ]
+    if wrong or not all(name in text for name in _SIZES):
+        return wrong
     if decoder.layers != text["num_hidden_layers"]:
         wrong.append(f"there are {decoder.layers} layers, config.json says {text['num_hidden_layers']}")
     expected = dict(_shapes(text, min(decoder.layers, text["num_hidden_layers"])))
@@ -96,6 +100,19 @@ def disagreements(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
         if stored is not None and stored.shape != shape:
             wrong.append(f"{decoder.prefix}{name}.weight is {list(stored.shape)}, config.json says {list(shape)}")
     return wrong
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def too_deep(config: Mapping[str, Any], modules: int) -> str | None:
+    """How config.json has more layers than so many modules can fill, which would take for ever to build; else None."""
+    inner = thinker_config(config)
+    parts = (text_config(config), inner.get("vision_config"), inner.get("audio_config"))
+    given = (part.get(key) for part in parts if isinstance(part, Mapping) for key in _DEPTHS)
+    layers = max((depth for depth in given if isinstance(depth, int)), default=0)
+    return f"it has {layers:,} layers, the shards have {modules:,} modules" if layers > max(LAYERS, modules) else None
 
 
 def _shapes(text: Mapping[str, Any], layers: int) -> Iterator[tuple[str, tuple[int, int]]]:

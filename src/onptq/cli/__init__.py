@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onptq.cli import compare, data, inspect, list, plan, quantize, recipe, verify, zoo
+from onptq.cli import compare, data, inspect, list, plan, quantize, recipe, report, verify, view, zoo
 from onptq.errors import OnPTQError
 
 GROUP = "onptq.commands"  # entry points by which other packages add commands: a function each, as typer takes it
@@ -83,6 +83,8 @@ app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("compare")(compare.compare)
+app.command("report")(report.report)
+app.command("view")(view.view)
 app.command("recipe")(recipe.recipe)
 app.command("list")(list.list_names)
 app.add_typer(data.app, name="data")

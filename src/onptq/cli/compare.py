@@ -19,6 +19,7 @@ from onptq.cli.drawing import (
     usable_by,
     warn_of_repeats,
 )
+from onptq.cli.report import page_of_results, print_page
 from onptq.cli.report_tables import print_table
 from onptq.cli.settings import (
     DEVICE_HELP,
@@ -171,11 +172,14 @@ def compare(
         seeds=seeds,
         reporter=reporter,
     )
+    page = page_of_results(folder, reporter)
     if json:
         reporter.result(report.to_dict())
     elif not quiet:
         print_report(report)
         print_ending(report, folder, [one.name for first in parsed for one in with_seeds(first, seeds)], earlier)
+        if page is not None:
+            print_page(page)
 
 
 def print_report(report: Report) -> None:

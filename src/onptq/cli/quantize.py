@@ -9,6 +9,7 @@ import typer
 
 from onptq.checkpoint.catalogs import is_cataloged
 from onptq.cli.drawing import embedded_kind, origin
+from onptq.cli.report import page_of_results, print_page
 from onptq.cli.result import overview, print_comparison, print_examples, print_next
 from onptq.cli.settings import (
     DEVICE_HELP,
@@ -109,6 +110,7 @@ def quantize(
     import onptq
     from onptq.checkpoint.source import find_source
     from onptq.pipeline import check_settings
+    from onptq.recipe import ReportConfig
     from onptq.run import is_contract_1
 
     source: str | Source = model
@@ -127,7 +129,7 @@ def quantize(
         folder,
         calibration=prompts,
         holdout=held_out,
-        recipe=resolved,
+        recipe=resolved.model_copy(update={"report": ReportConfig()}),  # what is shown of a run is no part of it
         on_bad_prompt=on_bad_prompt,
         reporter=reporter,
         verify=verify,
@@ -141,9 +143,12 @@ def quantize(
         if not quiet and not json:
             print_examples(questions, folder, resolved.method)
             print_comparison(report, folder)
+    page = page_of_results(folder, reporter)
     reporter.result(summary if json else shown)
     if not quiet and not json:
         print_next(summary, str(result.path), model)
+        if page is not None:
+            print_page(page)
 
 
 def default_out(model: str, recipe: Recipe) -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onptq.bank import States, Trajectory
+from onptq.bank import Column, States, Trajectory
 from onptq.cycle.compare import padded_responses, state_rows
 from onptq.cycle.divergence import DIVERGENCES
 from onptq.engine.prefixes import Prefix, Prefixes
@@ -25,6 +25,10 @@ from onptq.models.language_model import LanguageModel, Side
 TREE_TOKENS = 16384  # branch tokens that are alive at a time, over the whole batch
 ROW_TOKENS = 512  # and in one row: they attend to one another under a mask, so more would cost quadratically
 FARTHEST = math.log(2)  # the largest JS divergence
+
+# What is seen of branches: rows of the states, both futures' tokens [rows, 2, H], forced ones first, reference before
+# competitor, and the divergence of D behind each of them [rows, H], 0 beyond the common valid horizon.
+Seen = Callable[[Column, Column, Column], None]
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,13 @@ def branch(
     eos_as_max: bool = False,
     count_forced: bool = False,
     everywhere: bool = False,
+    seen: Seen | None = None,
     advance: Callable[[int], None] = lambda candidates: None,
 ) -> States:
     """A_t and H_t of every candidate, or with `everywhere` of every state; the other columns are passed on.
 
-    Eq. 8 lets Q continue the forced tokens; with another `side`, D does.
+    Eq. 8 lets Q continue the forced tokens; with another `side`, D does. `seen` is called with the futures, of a batch that did
+    not fit into memory once more.
     """
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     consequence, valid = states.consequence.copy(), states.horizon.copy()
@@ -108,7 +114,8 @@ def branch(
         for rows in forests:
             forest = Forest.of(batch, states, rows)
             tokens = continuations(prefixes.policy, batch, prefix[side], forest, horizon, side)
-            distance, reach = separation(prefixes.policy, batch, prefix["D"], forest, tokens, divergence)
+            apart, reach = separation(prefixes.policy, batch, prefix["D"], forest, tokens, divergence)
+            distance = apart.sum(1) / reach.clamp(min=1)
             if count_forced:
                 distance = (distance * reach + FARTHEST) / (reach + 1)
             elif eos_as_max:
@@ -116,6 +123,11 @@ def branch(
             for row, chosen in enumerate(rows):
                 consequence[chosen] = distance[row, : len(chosen)].cpu().numpy()
                 valid[chosen] = reach[row, : len(chosen)].cpu().numpy()
+            if seen is not None:
+                futures, steps = tokens.unflatten(2, (2, -1)).cpu().numpy(), apart.cpu().numpy()
+                for row, chosen in enumerate(rows):
+                    count = len(chosen)
+                    seen(chosen, futures[row, :, :, :count].transpose(2, 1, 0), steps[row, :, :count].T)
             here += sum(len(chosen) for chosen in rows)
             advance(max(0, done + here - shown))  # a batch that did not fit is branched again, but not counted again
             shown = max(shown, done + here)
@@ -144,7 +156,10 @@ def continuations(
 def separation(
     policy: LanguageModel, batch: PromptBatch, prefix: Prefix, forest: Forest, tokens: Tensor, divergence: str
 ) -> tuple[Tensor, Tensor]:
-    """A_t over the common valid horizon, and H_t, both [B, N / 2]. D reads all branch tokens in one forward."""
+    """How far apart D is at every step of the common valid horizon, 0 beyond it, [B, H, N / 2], and H_t, [B, N / 2].
+
+    D reads all branch tokens in one forward.
+    """
     horizon, cached = tokens.shape[1], prefix.cache.length - batch.width
     reach = common_horizon(tokens, policy.eos)
     branches = Tokens(
@@ -165,7 +180,7 @@ def separation(
             for start in range(0, max(1, len(reference)), rows)
         ]
     )
-    return each.sum(1) / reach.clamp(min=1), reach
+    return each, reach
 
 
 def common_horizon(tokens: Tensor, eos: frozenset[int]) -> Tensor:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onptq.bank import States, Trajectory
+from onptq.cycle.guards import require_finite_loss, without_finite_gradient
 from onptq.cycle.objective import (
     Targets,
     Terms,
@@ -26,7 +27,6 @@ from onptq.cycle.objective import (
     pair_strength,
 )
 from onptq.engine.budget import BatchBudget
-from onptq.errors import OnPTQError
 from onptq.models.encoding import EncodedPrompt
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
@@ -159,6 +159,7 @@ def calibrate(
     for step in range(progress.step, len(batches)):
         chosen = [items[index] for index in batches[step]]
         terms = batch_budget.fit(partial(_accumulate, policy, chosen, len(items), targets, energy, cfg, update))
+        require_finite_loss(terms, policy, [item.sequence for item in chosen], step + 1)
         gradient = update(step)
         record = {"step": step + 1, **terms, "gradient": gradient}
         progress.step, progress.moments = step + 1, update.moments()
@@ -198,12 +199,7 @@ def _accumulate(
         done = terms.scaled(scale)
         sums = done if sums is None else sums + done
     assert sums is not None
-    values = sums.floats() | {"loss": float(objective(sums, cfg))}
-    if not math.isfinite(values["loss"]):
-        raise OnPTQError(
-            f"the calibration loss is not finite ({values}): lower lr_smoothing and lr_step, or use float32"
-        )
-    return values
+    return sums.floats() | {"loss": float(objective(sums, cfg))}
 
 
 def objective(terms: Terms, cfg: CalibrateConfig) -> Tensor:
@@ -237,6 +233,7 @@ class _Update:
         groups: list[dict[str, Any]] = [
             {"params": [part[name] for name in sorted(part)], "lr": rate} for part, rate in parts if part
         ]
+        self.names = [name for part, _ in parts for name in sorted(part)]
         groups[-1] |= OFFSET_ADAM if offsets else {}
         self.scales = [*groups[0]["params"], *groups[1]["params"]]
         self.learned = [parameter.requires_grad_() for group in groups for parameter in group["params"]]
@@ -255,7 +252,10 @@ class _Update:
         cosine = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * cosine
-        norm = torch.nn.utils.clip_grad_norm_(self.scales, GRADIENT_NORM)
+        try:
+            norm = torch.nn.utils.clip_grad_norm_(self.scales, GRADIENT_NORM, error_if_nonfinite=True)
+        except RuntimeError:
+            raise without_finite_gradient(dict(zip(self.names, self.learned, strict=True)), step + 1) from None
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.theta.project_(self.origin)

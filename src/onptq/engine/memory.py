@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,14 @@ def free_memory(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     return max(0, min(free, allowed - torch.cuda.memory_reserved(device)))
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that tensors of this process have held on a GPU, else that the process has held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def host_free(proc: Path = PROC, cgroup: Path = CGROUP) -> int:

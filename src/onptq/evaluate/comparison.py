@@ -35,8 +35,10 @@ from onptq.evaluate.statistics import REPLICATES, Resampler
 from onptq.evaluate.store import (
     read_results,
     read_seeds,
+    write_asked_once,
     write_identities,
     write_seeds,
+    write_tokens,
 )
 from onptq.evaluate.summary import Report, summarize
 from onptq.evaluate.tasks import Item, check_items, items_digest
@@ -95,11 +97,13 @@ def compare_models(
         write_identities(run, records)
         for group in seeded:
             write_seeds(run, [one.name for one in group])
+        write_asked_once(run, prompts, items)
         session = Session(source, recipe, device, dtype, items, prompts, calibration, holdout, run, reporter)
         by_theta = [one for one in parsed if not isinstance(one, CheckpointCandidate)]
         build(by_theta, session)
         measure(parsed, session)
         measure_critical(by_theta, banks, session)
+        write_tokens(run, session.processor.tokenizer)
         results = read_results(run, bool(items), bool(prompts))
         ordinals = [prompt.ordinal for prompt in prompts]
         resampler = Resampler(recipe.seed, replicates)
@@ -161,7 +165,7 @@ def _record(
     if recipe.init_steps is not None:
         record["init_steps"] = recipe.init_steps
     if recipe.rounds:
-        settings = recipe.model_dump(exclude={"compute"})
+        settings = recipe.model_dump(exclude={"compute", "report"})
         if candidate.init_run is not None:
             record["init"] = file_sha256(candidate.init_run / INIT)
         return record | {"holdout": manifest_digest(holdout[: data.holdout]), "recipe": settings}

@@ -25,11 +25,13 @@ from onptq.evaluate.candidates import (
     folder_name,
 )
 from onptq.evaluate.critical import HORIZON, joint_critical, margins_on
+from onptq.evaluate.details import Futures, keeps, likeliest, scored, worth_keeping, write_details
 from onptq.evaluate.session import Session
 from onptq.evaluate.store import (
     ANSWERS,
     COST,
     DENSE_PATH,
+    DETAILS,
     MARGINS,
     MISMATCHES,
     ROLLOUTS,
@@ -45,7 +47,8 @@ from onptq.quantizer.theta import Theta
 def measure(candidates: Sequence[Candidate], session: Session) -> None:
     """Answers and states of the dense model and of every candidate that lacks some."""
     run = session.run
-    waiting = [one for one in candidates if not is_measured(run, one.name, bool(session.items), bool(session.prompts))]
+    wanted = bool(session.items), bool(session.prompts), session.recipe.report.detail
+    waiting = [one for one in candidates if not is_measured(run, one.name, *wanted)]
     by_theta = [one for one in waiting if not isinstance(one, CheckpointCandidate)]
     by_theta.sort(key=lambda one: str(one.scheme))
     _measure_dense(by_theta, session)
@@ -121,10 +124,14 @@ def _measure_behaviour(session: Session, name: str, model: Prefixes | None = Non
             write_trajectories(rollouts, path)
         with run.writing(*path_of(name, STATES)) as path:
             states.write(path)
-    if not run.has(*path_of(name, MISMATCHES)):
-        branched = _branch_mismatches(session, name)
-        with run.writing(*path_of(name, MISMATCHES)) as path:
-            branched.write(path)
+    kept = keeps(run.file(*path_of(name, DETAILS)), session.recipe.report.detail)
+    if not run.has(*path_of(name, MISMATCHES)) or not kept:
+        branched, futures = _branch_mismatches(session, name)
+        if not kept:
+            _keep_details(session, name, branched, futures, model)
+        if not run.has(*path_of(name, MISMATCHES)):
+            with run.writing(*path_of(name, MISMATCHES)) as path:
+                branched.write(path)
     if not run.has(*path_of(name, DENSE_PATH)):
         states = _compare(session, name, "Dense path", read_trajectories(run.file(DENSE, ROLLOUTS)), model)
         with run.writing(*path_of(name, DENSE_PATH)) as path:
@@ -144,25 +151,39 @@ def _compare(session: Session, name: str, phase: str, rollouts: Sequence[Traject
             raise OnPTQError(f"{name}: {error}") from error
 
 
-def _branch_mismatches(session: Session, name: str) -> States:
-    """The mismatches with their consequence, both tokens continued by the dense model.
+def _branch_mismatches(session: Session, name: str) -> tuple[States, Futures]:
+    """The mismatches with their consequence and their futures, both tokens continued by the dense model.
 
     The forced tokens count as one more state: a closed answer ends after its letter, and nothing else of it would be counted.
     """
     run = session.run
     states = States.read(run.file(*path_of(name, STATES)))
     mismatches = states.take(np.flatnonzero(states.kind == MISMATCH))
-    rollouts = read_trajectories(run.file(*path_of(name, ROLLOUTS)))
+    rollouts, futures = read_trajectories(run.file(*path_of(name, ROLLOUTS))), Futures(mismatches, session.policy().eos)
     with session.reporter.phase(f"Branch {name}", total=len(mismatches), unit="mismatches") as bar:
-        return branch(
+        branched = branch(
             session.prefixes(),
             rollouts,
             mismatches,
             horizon=HORIZON,
             side="D",
             count_forced=True,
+            seen=futures.see,
             advance=bar.advance,
         )
+    return branched, futures
+
+
+def _keep_details(session: Session, name: str, mismatches: States, futures: Futures, model: Prefixes | None) -> None:
+    """Commit the likeliest tokens of the states that the recipe wants to keep, with the futures."""
+    run, level = session.run, session.recipe.report.detail
+    states = scored(States.read(run.file(*path_of(name, STATES))), mismatches)
+    chosen = states.take(worth_keeping(states, level))
+    rollouts = read_trajectories(run.file(*path_of(name, ROLLOUTS)))
+    with session.reporter.phase(f"Details {name}", total=len(chosen), unit="states") as bar:
+        details = likeliest(session.prefixes(), rollouts, chosen, quantized=model, advance=bar.advance)
+    with run.writing(*path_of(name, DETAILS)) as path:
+        write_details(chosen, details, futures.found, level, path)
 
 
 def measure_critical(

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from onptq.bank import States, read_trajectories
+from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer, read_answers
+from onptq.evaluate.asked import Asked, write_asked
 from onptq.evaluate.candidates import DENSE, folder_name
 from onptq.evaluate.critical import Margins
+from onptq.evaluate.details import keeps
 from onptq.evaluate.summary import Results
+from onptq.evaluate.tasks import Item
+from onptq.evaluate.token_texts import Tokenizer, TokenTexts, ids_in
 from onptq.files import to_json
 from onptq.overrides import difference
 from onptq.run import HOME, Run
@@ -21,8 +26,16 @@ IDENTITY, THETA, COST = "identity.json", "theta.safetensors", "cost.json"
 ANSWERS, ROLLOUTS, STATES = "answers.parquet", "trajectories.parquet", "states.parquet"
 MISMATCHES = "mismatches.parquet"  # of the states, with their consequence
 DENSE_PATH = "dense_path.parquet"  # states on the dense model's responses
+DETAILS = "details.parquet"  # of single states: the likeliest tokens, and the futures of mismatches
 MARGINS = "margins.parquet"  # on joint-critical states
 SEEDS = "seeds.json"  # of a candidate with several seeds: the names of all
+PROMPTS, ITEMS = "prompts.parquet", "items.parquet"  # what was asked
+TOKENS = "tokens.json"  # the texts of all token ids in the other files
+TOKEN_COLUMNS = {  # where these ids are
+    ROLLOUTS: ("response",),
+    STATES: ("token", "reference", "competitor", "quantized"),
+    DETAILS: ("dense", "quantized", "reference_future", "competitor_future"),
+}
 
 
 def path_of(name: str, *file: str) -> tuple[str, ...]:
@@ -109,7 +122,27 @@ def is_complete(run: Run, name: str, with_answers: bool, with_states: bool) -> b
     return all(run.has(*path_of(name, file)) for file in needed)
 
 
-def is_measured(run: Run, name: str, with_answers: bool, with_states: bool) -> bool:
+def is_measured(run: Run, name: str, with_answers: bool, with_states: bool, detail: str) -> bool:
     """Whether nothing of a candidate is left to be measured; earlier versions measured less."""
-    further = (MISMATCHES, DENSE_PATH) if with_states else ()
-    return is_complete(run, name, with_answers, with_states) and all(run.has(*path_of(name, file)) for file in further)
+    if not is_complete(run, name, with_answers, with_states):
+        return False
+    further = all(run.has(*path_of(name, file)) for file in (MISMATCHES, DENSE_PATH))
+    return not with_states or (further and keeps(run.file(*path_of(name, DETAILS)), detail))
+
+
+def write_asked_once(run: Run, prompts: Sequence[Prompt], items: Sequence[Item]) -> None:
+    """Commit what is asked; a comparison has the same prompts and items for ever."""
+    asked = {PROMPTS: [Asked.of_prompt(one) for one in prompts], ITEMS: [Asked.of_item(one) for one in items]}
+    for name, each in asked.items():
+        if each and not run.has(name):
+            with run.writing(name) as path:
+                write_asked(each, path)
+
+
+def write_tokens(run: Run, tokenizer: Tokenizer) -> None:
+    """Commit the texts of the token ids in all results so far, unless they are there."""
+    homes = [run.file(DENSE), *run.file("candidates").glob("*")]
+    files = {home / name: columns for home in homes for name, columns in TOKEN_COLUMNS.items()}
+    ids = ids_in({path: columns for path, columns in files.items() if path.is_file()})
+    if not run.has(TOKENS) or not ids <= TokenTexts.read(run.file(TOKENS)).ids:
+        run.write_json(TokenTexts.of(tokenizer, ids).to_dict(), TOKENS)

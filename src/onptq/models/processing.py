@@ -6,7 +6,6 @@ differently. Tokenizer, PIL image processor and Whisper feature extractor give t
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,13 +18,13 @@ import torch
 from torch import Tensor
 
 from onptq.data.audio import read_audio
-from onptq.data.media import read_image
+from onptq.data.media import MAX_PIXELS, read_image
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 from onptq.models.family import AUDIO, IMAGE, TEXT, Family, text_config, thinker_config
+from onptq.models.templates import read_template, render
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
-DATE = "26 Jul 2024"  # Llama's default; newer templates of theirs write today's, and a run would differ tomorrow
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 THREADS = min(8, os.cpu_count() or 1)  # that read media
 
@@ -70,10 +69,10 @@ class PromptProcessor:
         return cls(
             family,
             tokenizer,
-            _chat_template(folder, tokenizer),
+            read_template(folder, tokenizer),
             dict(_placeholder_ids(family, tokenizer, thinker_config(config))),
             context_length(config),
-            _load(Qwen2VLImageProcessorPil, folder, SETTINGS_FILES) if family.image else None,
+            _limited(_load(Qwen2VLImageProcessorPil, folder, SETTINGS_FILES), folder) if family.image else None,
             _load(WhisperFeatureExtractor, folder, SETTINGS_FILES) if family.audio else None,
         )
 
@@ -181,15 +180,14 @@ class PromptProcessor:
         return ids
 
     def _render(self, prompt: Prompt) -> str:
+        assert self.template is not None
         # The templates of text-only models take strings, and some drop a list of parts without a word.
         flat = self.family.modalities == {"text"}
         messages = [{**message, "content": _joined(message)} if flat else dict(message) for message in prompt.messages]
-        options = {"tokenize": False, "add_generation_prompt": True, "date_string": DATE}
         try:
-            text: str = self.tokenizer.apply_chat_template(messages, chat_template=self.template, **options)
-        except Exception as error:  # a template is a program of the checkpoint's author and may raise anything
-            raise OnPTQError(f"{prompt}: the chat template refuses its messages: {error}") from error
-        return text
+            return render(self.tokenizer, self.template, messages)
+        except OnPTQError as error:
+            raise OnPTQError(f"{prompt}: {error}") from error
 
     def _expand(self, prompt: Prompt, ids: list[int], counts: Mapping[int, list[int]]) -> Tensor:
         """Repeat each placeholder as often as its image or clip has tokens."""
@@ -212,8 +210,13 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     text = text_config(config)
     limit = text.get("max_position_embeddings")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    extended = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 0)
-    return None if limit is None else max(int(limit), int(extended))
+    try:
+        extended = float(rope.get("original_max_position_embeddings", 0)) * float(rope.get("factor", 0))
+        return None if limit is None else max(int(limit), int(extended))
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise OnPTQError(
+            f"config.json: max_position_embeddings is {limit!r} and the RoPE scaling {rope!r}; expected numbers"
+        ) from None
 
 
 def _load(cls: Any, folder: Path, files: Sequence[str]) -> Any:
@@ -226,14 +229,14 @@ def _load(cls: Any, folder: Path, files: Sequence[str]) -> Any:
         raise OnPTQError(f"{folder}: {', '.join(present)} cannot be used: {error}") from error
 
 
-def _chat_template(folder: Path, tokenizer: Any) -> str | None:
-    template = tokenizer.chat_template
-    legacy = folder / "chat_template.json"  # of older processors; newer ones, too, prefer it to chat_template.jinja
-    if legacy.is_file():
-        template = json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template or None
+def _limited(processor: Any, folder: Path) -> Any:
+    """The image processor, unless it would enlarge every image beyond what an image may have."""
+    least = getattr(processor.size, "shortest_edge", None) or 0  # pixels in all, for Qwen's processors
+    if not isinstance(least, int) or least > MAX_PIXELS:
+        raise OnPTQError(
+            f"{folder}: {' or '.join(SETTINGS_FILES)} enlarges images to {least} pixels; expected at most {MAX_PIXELS:,}"
+        )
+    return processor
 
 
 def _placeholder_ids(family: Family, tokenizer: Any, config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:

@@ -89,6 +89,11 @@ class QuantLinear(nn.Module):
             case None:
                 raise RuntimeError(NO_THETA)
 
+    def unrounded(self, x: Tensor, theta: Theta) -> Tensor:
+        """What Q would give for `x` if it rounded neither `x` nor the weight."""
+        dtype, bias = self.weight.dtype, self._bias(theta)
+        return F.linear(x, self._smoothed(theta).to(dtype), None if bias is None else bias.to(dtype))
+
     def become(self, state: Live | Frozen | Integer | None) -> None:
         self.switch.generation += 1
         self.state = state

@@ -1,0 +1,103 @@
+/** The first screen: what became of the answers. */
+
+import type { Candidate, Page, Served } from "./contract";
+import type { CellName } from "./examples";
+import { KeyFigures } from "./figures";
+import { FlipTable } from "./flips";
+import { bytes } from "./format";
+import { PlotFigure } from "./plots";
+import { Scrolls } from "./scrolls";
+import { label, visible } from "./text";
+import type { Theme } from "./theme";
+
+interface Given {
+  page: Page;
+  candidate: Candidate;
+  theme: Theme;
+  cell: CellName | "";
+  onCell: (cell: CellName) => void;
+}
+
+export function Overview({ page, candidate, theme, cell, onCell }: Given) {
+  const picture = page.plots[0];
+  return (
+    <section class="overview" aria-label="Verdict">
+      <div class="verdict">
+        <h2>{visible(candidate.title)}</h2>
+        <p class="how">{visible(candidate.how)}</p>
+        <p class="sentence">{visible(candidate.verdict)}</p>
+        <Facts page={page} candidate={candidate} />
+      </div>
+      <div class="first">
+        {candidate.flips && <FlipTable flips={candidate.flips} chosen={cell} onCell={onCell} />}
+        <KeyFigures page={page} candidate={candidate} />
+        {picture && <PlotFigure plot={picture} theme={theme} />}
+      </div>
+      {candidate.served.length > 0 && <ServedTable served={candidate.served} />}
+    </section>
+  );
+}
+
+function Facts({ page, candidate }: { page: Page; candidate: Candidate }) {
+  const size = candidate.size_bytes;
+  const whole = page.dense_bytes;
+  return (
+    <p class="facts">
+      {candidate.scheme && (
+        <span>
+          Scheme <b>{visible(candidate.scheme)}</b>
+        </span>
+      )}
+      {size !== null && (
+        <span>
+          Size <b>{bytes(size)}</b>
+          {whole ? ` of ${bytes(whole)} (${((100 * size) / whole).toFixed(0)} %)` : ""}
+        </span>
+      )}
+      <span>
+        Against <b>{visible(page.dense)}</b>
+      </span>
+      {page.prompts.length > 0 && (
+        <span>
+          <b>{page.prompts.length}</b> prompts
+        </span>
+      )}
+      {page.items.length > 0 && (
+        <span>
+          <b>{page.items.length}</b> graded items
+        </span>
+      )}
+    </p>
+  );
+}
+
+function ServedTable({ served }: { served: Served[] }) {
+  const commands = served.some((one) => one.command !== "");
+  return (
+    <div class="served">
+      <h3>What servers compute</h3>
+      <Scrolls label="What servers compute">
+        <table>
+          <thead>
+            <tr>
+              <th scope="col">Server</th>
+              <th scope="col">GPU</th>
+              <th scope="col">Computes</th>
+              {commands && <th scope="col">Command</th>}
+            </tr>
+          </thead>
+          <tbody>
+            {served.map((one, at) => (
+              <tr key={at}>
+                <th scope="row">{visible(one.server)}</th>
+                <td>{visible(one.gpu)}</td>
+                <td>{visible(one.computes)}</td>
+                {commands && <td>{one.command && <code title={label(one.command)}>{visible(one.command)}</code>}</td>}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </Scrolls>
+    </div>
+  );
+}

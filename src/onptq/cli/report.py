@@ -1,0 +1,61 @@
+"""`onptq report`: the page of results that are there, built from their files alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onptq.cli.settings import make_reporter
+from onptq.errors import OnPTQError
+
+if TYPE_CHECKING:
+    from onptq.progress import Reporter
+
+
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR...",
+            help="Folders of comparisons, of runs (DIR-run) or of their checkpoints; several are shown side by side.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of the page.",
+            show_default="page.html beside the results; of several DIRs, in the current folder",
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only errors.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON lines.")] = False,
+) -> None:
+    """Write the page that shows where decisions changed, from the files of DIR alone: no model runs."""
+    from onptq.page.make import make
+
+    reporter = make_reporter(quiet, json)
+    path = make(folders, out)
+    if json:
+        reporter.result({"page": str(path), "bytes": path.stat().st_size})
+    elif not quiet:
+        print_page(path)
+
+
+def page_of_results(folder: Path, reporter: Reporter) -> Path | None:
+    """The page of results that were just written; a warning and None where it cannot be made, which spoils no result."""
+    from onptq.page.make import make
+
+    try:
+        return make([folder])
+    except OnPTQError as error:
+        reporter.warn(f"no page was written: {error}")
+        return None
+
+
+def print_page(path: Path) -> None:
+    """The last line of a command that wrote a page."""
+    from rich.console import Console
+
+    Console(highlight=False, soft_wrap=True).print(f"Page: {path}", markup=False)

@@ -1,0 +1,333 @@
+"""The page of a comparison, from the files in its folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from onptq.bank import States as Bank
+from onptq.bank import Trajectory
+from onptq.checkpoint.serving import VLLM, serve_command, serving
+from onptq.errors import OnPTQError
+from onptq.evaluate.answers import Answer as Graded
+from onptq.evaluate.asked import Asked, read_asked
+from onptq.evaluate.candidates import DENSE, shown
+from onptq.evaluate.comparison import REPORT_JSON
+from onptq.evaluate.damage import NEAR_TIE
+from onptq.evaluate.details import read_details, scored
+from onptq.evaluate.model_card import init_kept
+from onptq.evaluate.report import caveats
+from onptq.evaluate.statistics import Resampler
+from onptq.evaluate.store import (
+    DETAILS,
+    IDENTITY,
+    ITEMS,
+    PROMPTS,
+    TOKENS,
+    path_of,
+    read_results,
+)
+from onptq.evaluate.summary import Results
+from onptq.evaluate.token_texts import TokenTexts
+from onptq.files import read_json
+from onptq.page.contract import (
+    Answer,
+    Candidate,
+    Figure,
+    Measure,
+    Page,
+    Question,
+    Response,
+    Served,
+    States,
+)
+from onptq.page.media import Album
+from onptq.page.responses import Details, respond, spoken
+from onptq.page.verdict import flips_of, verdict
+from onptq.recipe import Recipe
+from onptq.registry import METHODS
+from onptq.run import HOME, RECORD, Run
+from onptq.schemes import Scheme
+from onptq.version import __version__
+
+WORDS = "word errors"  # a measure of items of which less is better
+UNITS = {"kl": "nats", "js": "nats", "erosion": "logits", "first_fork": "tokens", "critical_erosion": "logits"}
+BADNESS = {"content": 3.0, "clear": 2.0, "reworded": 1.0, "same": 0.0}
+NOTES = (
+    f"An answer parts where the dense model was sure if that model's own margin between the two tokens was at least {NEAR_TIE} "
+    "logits there. A short answer of other words, or one that is graded otherwise, says something else.",
+    "Risk: the erosion of a decision's margin, amplified by its consequence where that was measured, plus the divergence of both "
+    "models. Consequence: how far the dense model sees the next 16 tokens apart behind the two tokens; it continues both itself.",
+)
+
+
+@dataclass(frozen=True)
+class Files:
+    """The folder of a comparison, read."""
+
+    folder: Path
+    report: Mapping[str, Any]
+    results: Mapping[str, Results]  # the dense model's first
+    identities: Mapping[str, Mapping[str, Any]]
+    prompts: Sequence[Asked]
+    items: Sequence[Asked]
+    texts: TokenTexts
+    details: Mapping[str, Details]
+
+    @classmethod
+    def read(cls, folder: Path) -> Files:
+        run = Run(folder, folder / HOME, None)
+        for file in (folder / REPORT_JSON, run.file(RECORD)):
+            if not file.is_file():
+                raise OnPTQError(f"{folder} is no folder of a finished comparison: it has no {file.name}")
+        report = read_json(folder / REPORT_JSON)
+        missing = [
+            name for name, count in ((PROMPTS, "prompts"), (ITEMS, "items")) if report[count] and not run.has(name)
+        ]
+        if missing or not run.has(TOKENS):
+            raise OnPTQError(
+                f"{folder} was written by an earlier onptq, which kept no {' and no '.join(missing or [TOKENS])}; the same "
+                "`onptq compare` adds what is missing, and measures nothing twice"
+            )
+        results = read_results(run, bool(report["items"]), bool(report["prompts"]))
+        candidates = [name for name in results if name != DENSE]
+        details = {name: run.file(*path_of(name, DETAILS)) for name in candidates}
+        return cls(
+            folder,
+            report,
+            results,
+            {name: read_json(run.file(*path_of(name, IDENTITY))) for name in candidates},
+            read_asked(run.file(PROMPTS)) if report["prompts"] else (),
+            read_asked(run.file(ITEMS)) if report["items"] else (),
+            TokenTexts.read(run.file(TOKENS)),
+            {name: read_details(file) for name, file in details.items() if file.is_file()},
+        )
+
+
+def collect(folder: Path) -> Page:
+    """The page of the comparison in `folder`."""
+    files = Files.read(folder)
+    report, dense = files.report, files.results[DENSE]
+    bootstrap = report["bootstrap"]
+    resampler = Resampler(bootstrap["seed"], bootstrap["replicates"], bootstrap["confidence"])
+    said = {one.prompt: one for one in dense.responses or ()}
+    items = [_item(one, dense.answers) for one in files.items]
+    bare = [_prompt(one, said[one.ordinal], files) for one in files.prompts]
+    candidates = [_candidate(name, files, bare, items, said, resampler) for name in files.results if name != DENSE]
+    album = Album()
+    prompts = [
+        replace(one, turns=album.turns(asked, _badness_of_prompt(place, candidates)))
+        for place, (one, asked) in enumerate(zip(bare, files.prompts, strict=True))
+    ]
+    items = [
+        replace(one, turns=album.turns(asked, _badness_of_item(one, place, candidates)))
+        for place, (one, asked) in enumerate(zip(items, files.items, strict=True))
+    ]
+    tasks: dict[str, int] = {}
+    for one in items:
+        tasks[one.task] = tasks.get(one.task, 0) + 1
+    names = candidates[0].title if len(candidates) == 1 else f"{len(candidates)} quantized models"
+    return Page(
+        title=f"{report['dense']} and {names}",
+        dense=report["dense"],
+        origin=report["origin"],
+        candidates=candidates,
+        prompts=prompts,
+        items=items,
+        media=album.media(),
+        tokens={token: files.texts.shown(token) for token in ids_of(prompts, candidates)},
+        measures=measures_of(report),
+        notes=[*NOTES, *caveats(tasks, len(prompts))],
+        dense_bytes=dense.cost.get("checkpoint_bytes"),
+        version=__version__,
+    )
+
+
+def measures_of(report: Mapping[str, Any]) -> dict[str, Measure]:
+    """What the figures of a report are called."""
+    return {
+        name: Measure(label["name"], "%" if label["percent"] else _unit(name), label["less_is_better"])
+        for name, label in report["labels"].items()
+    }
+
+
+def ids_of(prompts: Iterable[Question], candidates: Iterable[Candidate]) -> list[int]:
+    """Every token id that a page shows, in order."""
+    found: set[int] = set()
+    for question in prompts:
+        found.update(question.dense.tokens or ())
+    for response in (one for candidate in candidates for one in candidate.responses if one is not None):
+        found.update(response.answer.tokens or ())
+        if response.states is not None:
+            found.update(_ids_of_states(response.states))
+    return sorted(found)
+
+
+def served_by(scheme: str | None) -> list[Served]:
+    """What servers make of a checkpoint of the scheme."""
+    return [
+        Served(
+            row.server,
+            row.hardware,
+            {"refuses": "nothing", "doubtful": "unknown"}.get(row.verdict, row.computes)
+            + (f", not {scheme}" if row.verdict == "differs" else "")
+            + (f" ({row.note})" if row.note else ""),
+            serve_command("DIR", row.switch) if row.server == VLLM and row.verdict == "serves" else "",
+        )
+        for row in (serving(Scheme.parse(scheme)) if scheme else ())
+    ]
+
+
+def how_made(identity: Mapping[str, Any]) -> str:
+    """What was quantized and how, in a sentence, from the record of a candidate."""
+    if "scheme" not in identity:
+        return "A checkpoint that was made elsewhere."
+    scheme = Scheme.parse(identity["scheme"])
+    bits = f"weights in {scheme.weight_bits} bits"
+    bits += f" by groups of {scheme.group_size}" if scheme.group_size is not None else ""
+    bits += (
+        f", activations in {scheme.activation_bits}" if scheme.quantizes_activations else ", activations as they were"
+    )
+    recipe, method = identity.get("recipe"), identity.get("method")
+    if recipe is not None:
+        rounds = "one round" if recipe["rounds"] == 1 else f"{recipe['rounds']} rounds"
+        return f"Decoder {bits}: {METHODS.label(recipe['init'])}, then {rounds} of {method}."
+    return f"Decoder {bits}: {METHODS.label(method)}." if method else f"Decoder {bits}, by a finished run."
+
+
+def _candidate(
+    name: str,
+    files: Files,
+    prompts: Sequence[Question],
+    items: Sequence[Question],
+    said: Mapping[int, Trajectory],
+    resampler: Resampler,
+) -> Candidate:
+    result, identity = files.results[name], _identity(name, files)
+    graded = _by_id(result.answers)
+    answers = [_graded(graded[one.id], one_asked.measure) for one, one_asked in zip(items, files.items, strict=True)]
+    responses = _responses(name, files, said)
+    content = {item.id for item, own in zip(items, answers, strict=True) if own.score != item.dense.score}
+    responses = [
+        replace(one, change="content") if one.fork is not None and prompt.id in content else one
+        for prompt, one in zip(prompts, responses, strict=True)
+    ]
+    flips = flips_of(items, answers, resampler)
+    figures = _model(files.report, name).get("figures", {})
+    scheme = identity.get("scheme")
+    return Candidate(
+        name,
+        shown(name) if scheme else name,
+        how_made(identity),
+        verdict(responses, flips, resampler),
+        {key: Figure(one["value"], one["low"], one["high"]) for key, one in figures.items()},
+        scheme,
+        result.cost.get("checkpoint_bytes"),
+        served_by(scheme),
+        flips,
+        answers,
+        responses,
+    )
+
+
+def _identity(name: str, files: Files) -> Mapping[str, Any]:
+    """The record of a candidate; of the run that the comparison belongs to, with the recipe that made it."""
+    identity, run = files.identities[name], files.folder.parent / RECORD
+    if "theta" not in identity or not run.is_file():
+        return identity
+    recipe = Recipe.model_validate(yaml.safe_load(run.read_text(encoding="utf-8"))["recipe"])
+    if not recipe.rounds or init_kept(files.folder.parent):
+        return {**identity, "method": recipe.init}
+    return {**identity, "method": recipe.method, "recipe": recipe.model_dump()}
+
+
+def _responses(name: str, files: Files, said: Mapping[int, Trajectory]) -> list[Response]:
+    result = files.results[name]
+    if result.states is None:
+        return []
+    states = scored(result.states, result.mismatches)
+    rows = states.rows_by_prompt()
+    own = {one.prompt: one for one in result.responses or ()}
+    details = files.details.get(name, {})
+    return [
+        respond(said[one.ordinal], own[one.ordinal], _taken(states, rows, one.ordinal), details, files.texts)
+        for one in files.prompts
+    ]
+
+
+def _taken(states: Bank, rows: Mapping[int, Any], prompt: int) -> Bank | None:
+    return states.take(rows[prompt]) if prompt in rows else None
+
+
+def _model(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A candidate's part of a report; of one seed of several, that seed's."""
+    models: Mapping[str, Any] = report["models"]
+    for one in models.values():
+        if name in one.get("seeds", {}):
+            return one["seeds"][name]  # type: ignore[no-any-return]
+    return models.get(name, {})  # type: ignore[no-any-return]
+
+
+def _prompt(asked: Asked, dense: Trajectory, files: Files) -> Question:
+    """A prompt without its messages; the item of the same name says what the right answer is."""
+    item = next((one for one in files.items if one.id == asked.id), None)
+    reference = item.reference if item is not None and asked.reference is None else asked.reference
+    return Question(asked.id, asked.task, kinds_of(asked), (), spoken(dense, files.texts), reference)
+
+
+def _item(asked: Asked, dense: Sequence[Graded]) -> Question:
+    answer = _graded(_by_id(dense)[asked.id], asked.measure)
+    return Question(asked.id, asked.task, kinds_of(asked), (), answer, asked.reference)
+
+
+def kinds_of(asked: Asked) -> list[str]:
+    """Which of text, image and audio a question has."""
+    text = any(part["type"] == "text" for message in asked.messages for part in message["content"])
+    return [kind for kind, there in (("text", text), ("image", asked.images), ("audio", asked.audios)) if there]
+
+
+def _graded(answer: Graded, measure: str | None) -> Answer:
+    """An answer with its points; it is right or wrong where the task says so."""
+    share = answer.points / answer.total if answer.total else None
+    if measure == WORDS and share is not None:
+        share = max(0.0, 1 - share)
+    right = answer.points == answer.total if measure == "accuracy" else None
+    return Answer(answer.text, right=right, score=share)
+
+
+def _by_id(answers: Sequence[Graded]) -> dict[str, Graded]:
+    return {one.item: one for one in answers}
+
+
+def _badness_of_prompt(place: int, candidates: Sequence[Candidate]) -> float:
+    responses = [one.responses[place] for one in candidates if one.responses]
+    known = [one for one in responses if one is not None]
+    risks = [max(one.states.risk, default=0.0) for one in known if one.states is not None]
+    worst = max((BADNESS[one.change] for one in known), default=0.0)
+    return worst + float(np.tanh(max(risks, default=0.0)))
+
+
+def _badness_of_item(item: Question, place: int, candidates: Sequence[Candidate]) -> float:
+    answers = [one.answers[place] for one in candidates if one.answers]
+    lost = [(item.dense.score or 0.0) - (one.score or 0.0) for one in answers if one is not None]
+    reworded = any(one is not None and one.text != item.dense.text for one in answers)
+    return 4 * max(lost, default=0.0) + reworded
+
+
+def _unit(name: str) -> str:
+    return UNITS.get(name) or next((unit for key, unit in UNITS.items() if name.startswith(f"{key}_")), "")
+
+
+def _ids_of_states(states: States) -> Iterable[int]:
+    yield from (*states.reference, *states.competitor, *states.quantized)
+    for top in states.top:
+        if top is not None:
+            yield from (token for token, _ in (*top.dense, *top.quantized))
+    for futures in states.futures:
+        if futures is not None:
+            yield from (*futures.reference, *futures.competitor)

@@ -1,0 +1,52 @@
+"""From folders to the page and its receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from onptq.files import atomically, to_json
+from onptq.page.collect import collect
+from onptq.page.contract import Page
+from onptq.page.places import RECEIPT, Comparison, Place, find, page_of
+from onptq.page.plots import candidate_plots, page_plots, run_plots
+from onptq.page.receipt import receipt
+from onptq.page.rounds import collect_run
+from onptq.page.side_by_side import merge
+from onptq.page.write import write_page
+
+
+def make(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page of one folder, or of several side by side, and return its path.
+
+    Beside the page of one folder goes its receipt.
+    """
+    places = [find(folder) for folder in folders]
+    path = page_of(places) if out is None else out
+    write_page(with_plots(gather(places), places), path)
+    if len(places) == 1:
+        with atomically(path.with_name(RECEIPT)) as temporary:
+            temporary.write_text(to_json(receipt(places[0]), indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def gather(places: Sequence[Place]) -> Page:
+    """What the page shows, without plots."""
+    pages = [
+        collect(place.folder) if isinstance(place, Comparison) else collect_run(place.folder, place.checkpoint)
+        for place in places
+    ]
+    return pages[0] if len(pages) == 1 else merge(pages, places)
+
+
+def with_plots(page: Page, places: Sequence[Place]) -> Page:
+    """The page with all its pictures; those of a run where it is one run's page."""
+    candidates = [replace(one, plots=candidate_plots(one, page)) for one in page.candidates]
+    home = _run_of(places[0]) if len(places) == 1 else None
+    plots = [*page_plots(page), *(run_plots(home) if home is not None else ())]
+    return replace(page, candidates=candidates, plots=plots)
+
+
+def _run_of(place: Place) -> Path | None:
+    return place.run if isinstance(place, Comparison) else place.folder

@@ -1,0 +1,81 @@
+"""Which results a folder holds, and where their page goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from onptq.errors import OnPTQError
+from onptq.evaluate.baselines import FOLDER
+from onptq.evaluate.comparison import REPORT_JSON
+from onptq.run import HOME, RECORD, SUMMARY, run_home
+
+PAGE, RECEIPT = "page.html", "receipt.json"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The folder of a comparison; `run` has the files of the run that it judges, if it is one's."""
+
+    folder: Path
+    run: Path | None = None
+
+    @property
+    def home(self) -> Path:
+        return self.folder / HOME
+
+
+@dataclass(frozen=True)
+class RunAlone:
+    """The files of a run, beside its checkpoint."""
+
+    folder: Path
+    checkpoint: Path
+
+    @property
+    def home(self) -> Path:
+        return self.folder
+
+
+Place = Comparison | RunAlone
+
+
+def find(path: Path) -> Place:
+    """What is in the folder: a comparison; a checkpoint whose run, or a run whose comparison, lies beside or in it."""
+    if not path.is_dir():
+        raise OnPTQError(f"{path} is no folder; expected that of a comparison, of a run (DIR-run) or of its checkpoint")
+    if is_comparison(path):
+        return Comparison(path)
+    home = path if (path / RECORD).is_file() else run_home(path)
+    if is_comparison(home / FOLDER):
+        return Comparison(home / FOLDER, home)
+    if (home / RECORD).is_file() and not is_comparison_record(home / RECORD):
+        return RunAlone(home, path if home != path else checkpoint_of(home))
+    raise OnPTQError(
+        f"{path} has no results to show; expected the folder of `onptq compare --out`, of a run (DIR-run, with "
+        f"{SUMMARY}), or a checkpoint beside its run"
+    )
+
+
+def is_comparison(folder: Path) -> bool:
+    record = folder / HOME / RECORD
+    return (folder / REPORT_JSON).is_file() and record.is_file() and is_comparison_record(record)
+
+
+def is_comparison_record(record: Path) -> bool:
+    content = yaml.safe_load(record.read_text(encoding="utf-8"))
+    return isinstance(content, dict) and "comparison" in content
+
+
+def checkpoint_of(home: Path) -> Path:
+    """The folder of the checkpoint that belongs to the files of a run."""
+    named = home if home.name else home.absolute()
+    return named.parent if named.name == HOME else named.with_name(named.name.removesuffix("-run"))
+
+
+def page_of(places: Sequence[Place]) -> Path:
+    """Where the page of one folder goes; of several, the current folder."""
+    return places[0].folder / PAGE if len(places) == 1 else Path(PAGE)

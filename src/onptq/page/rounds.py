@@ -1,0 +1,222 @@
+"""The page of a run alone: held-out prompts under each theta, and the calibration prompts of each round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import yaml
+
+from onptq.bank import BANK, ROLLOUTS, Trajectory, read_trajectories
+from onptq.bank import States as Bank
+from onptq.data.prompts import Media as Source
+from onptq.errors import OnPTQError
+from onptq.evaluate.asked import Asked
+from onptq.evaluate.damage import damage_measures
+from onptq.evaluate.details import scored
+from onptq.evaluate.metrics import behaviour_measures, labels
+from onptq.evaluate.model_card import HELD_OUT, init_kept
+from onptq.evaluate.report import caveats
+from onptq.evaluate.statistics import Resampler
+from onptq.evaluate.token_texts import TokenTexts
+from onptq.files import read_json
+from onptq.page.chat import asked_from
+from onptq.page.collect import how_made, ids_of, kinds_of, measures_of, served_by
+from onptq.page.contract import Answer, Candidate, Figure, Kind, Page, Question, Response
+from onptq.page.media import Album
+from onptq.page.responses import kinds, respond
+from onptq.page.verdict import verdict
+from onptq.recipe import Recipe
+from onptq.registry import FAMILIES, METHODS
+from onptq.run import RECORD, SUMMARY
+from onptq.version import __version__
+
+HELD_OUT_ROLLOUTS = f"holdout_{ROLLOUTS}"
+NOTE = (
+    "A run keeps no answers of the dense model. Where an answer leaves them is its first changed decision; up to there both "
+    "models say the same. `onptq quantize --evaluate` and `onptq compare` keep both."
+)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Responses and their states, as one file each has them."""
+
+    trajectories: Mapping[int, Trajectory]
+    states: Bank
+    rows: Mapping[int, Any]
+
+    @classmethod
+    def read(cls, trajectories: Path, states: Path) -> Visit:
+        bank = Bank.read(states)
+        return cls({one.prompt: one for one in read_trajectories(trajectories)}, bank, bank.rows_by_prompt())
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a run looked at: one theta on one set of prompts, with what became of its states later."""
+
+    name: str
+    how: str
+    visit: Visit
+    later: Sequence[Visit] = ()
+
+
+def collect_run(home: Path, checkpoint: Path) -> Page:
+    """The page of the run whose files are in `home` and whose checkpoint, with its tokenizer, is in `checkpoint`."""
+    record = yaml.safe_load((home / RECORD).read_text(encoding="utf-8"))
+    if not (home / SUMMARY).is_file():
+        raise OnPTQError(f"the run in {home} is not finished; the same `onptq quantize` goes on with it")
+    recipe, summary = Recipe.model_validate(record["recipe"]), read_json(home / SUMMARY)
+    stages = list(stages_of(home, recipe))
+    rows = pq.read_table(home / "prompts.parquet").to_pylist() if (home / "prompts.parquet").is_file() else []
+    texts = _texts(checkpoint, rows, stages)
+    placeholders = _placeholders(record["model"]["family"])
+    asked = [_asked(row, texts, placeholders) for row in rows]
+    size = (summary.get("checkpoint") or {}).get("bytes")
+    candidates = [_candidate(stage, recipe, asked, texts, size) for stage in stages]
+    album = Album()
+    prompts = [
+        Question(
+            one.id, one.task or row["role"], kinds_of(one), album.turns(one, _badness(place, candidates)), Answer("")
+        )
+        for place, (one, row) in enumerate(zip(asked, rows, strict=True))
+    ]
+    held_out = sum(row["role"] == "holdout" for row in rows)
+    return Page(
+        title=f"{record['model']['source']} in {recipe.scheme}",
+        dense=record["model"]["source"],
+        origin=f"{held_out} held-out prompts and {len(rows) - held_out} calibration prompts of the run",
+        candidates=candidates,
+        prompts=prompts,
+        media=album.media(),
+        tokens={token: texts.shown(token) for token in ids_of(prompts, candidates)},
+        measures=measures_of({"labels": {name: asdict(label) for name, label in labels([]).items()}}),
+        notes=[NOTE, *caveats({}, held_out)],
+        version=__version__,
+    )
+
+
+def stages_of(home: Path, recipe: Recipe) -> Iterable[Stage]:
+    """The result first, then what it began as, plain rounding, and the calibration prompts of every round."""
+    rounds = range(recipe.rounds)
+    held_out = [home / f"rounds/{k}" for k in rounds] + [home / "final"]
+    visits = [Visit.read(one / HELD_OUT_ROLLOUTS, one / HELD_OUT) for one in held_out if (one / HELD_OUT).is_file()]
+    init = METHODS.label(recipe.init)
+    made = how_made({"scheme": recipe.scheme, "method": recipe.init})
+    calibrated = how_made({"scheme": recipe.scheme, "method": recipe.method, "recipe": recipe.model_dump()})
+    if visits and (not recipe.rounds or init_kept(home)):
+        yield Stage("result", made, visits[0], visits[1:])
+    elif visits:
+        yield Stage("result", calibrated, visits[-1])
+        yield Stage(f"init ({init})", made, visits[0], visits[1:])
+    rtn = home / "rtn/final"
+    if (rtn / HELD_OUT).is_file():
+        how = how_made({"scheme": recipe.scheme, "method": "rtn"})
+        yield Stage("rtn", how, Visit.read(rtn / HELD_OUT_ROLLOUTS, rtn / HELD_OUT))
+    folders = [home / f"rounds/{k}" for k in (rounds if recipe.refresh else rounds[:1])]
+    banks = [Visit.read(one / ROLLOUTS, one / BANK) for one in folders if (one / BANK).is_file()]
+    for k, bank in enumerate(banks):
+        how = f"The calibration prompts of round {k + 1}, with the states it selected."
+        yield Stage(f"round {k + 1}", how, bank, banks[k + 1 :])
+
+
+def became(visit: Visit, prompt: int, later: Sequence[Visit]) -> list[list[Kind | None]]:
+    """Of every state of a response, its kind in later visits; None where these did not come to the exact prefix."""
+    tokens = visit.trajectories[prompt].tokens
+    columns = [_kinds_there(tokens, other, prompt) for other in later]
+    return [[column[place] for column in columns] for place in range(len(tokens))]
+
+
+def _kinds_there(tokens: Sequence[int], other: Visit, prompt: int) -> list[Kind | None]:
+    if prompt not in other.trajectories or prompt not in other.rows:
+        return [None] * len(tokens)
+    theirs, there = other.trajectories[prompt].tokens, kinds(other.states.kind[other.rows[prompt]])
+    found: list[Kind | None] = []
+    for place in range(len(tokens)):
+        same = place < len(there) and tokens[:place] == theirs[:place]
+        found.append(there[place] if same else None)
+    return found
+
+
+def _candidate(
+    stage: Stage,
+    recipe: Recipe,
+    asked: Sequence[Asked],
+    texts: TokenTexts,
+    size: int | None,
+) -> Candidate:
+    responses = [_response(stage, one.ordinal, texts) for one in asked]
+    states = stage.visit.states
+    ordinals = sorted(stage.visit.rows)
+    responses_there = [stage.visit.trajectories[prompt] for prompt in ordinals]
+    measures = behaviour_measures(states, ordinals) | damage_measures(
+        ordinals, states=states, responses=responses_there
+    )
+    resampler = Resampler(recipe.seed)
+    found = {name: resampler.estimate(measure) for name, measure in measures.items()}
+    is_result = stage.name == "result"
+    return Candidate(
+        stage.name,
+        stage.name,
+        stage.how,
+        verdict(responses, None, resampler),
+        {name: Figure(one.value, one.low, one.high) for name, one in found.items()},
+        recipe.scheme,
+        size if is_result else None,
+        served_by(recipe.scheme) if is_result else (),
+        responses=responses,
+    )
+
+
+def _response(stage: Stage, prompt: int, texts: TokenTexts) -> Response | None:
+    """The response with its states; risk is that of the bank where it has some."""
+    visit = stage.visit
+    if prompt not in visit.rows:
+        return None
+    states = visit.states.take(visit.rows[prompt])
+    states = states if states.risk.any() else scored(states, None)
+    response = respond(None, visit.trajectories[prompt], states, {}, texts)
+    if stage.later and response.states is not None:
+        columns = became(visit, prompt, stage.later)
+        response = replace(response, states=replace(response.states, became=columns))
+    return response
+
+
+def _texts(checkpoint: Path, rows: Sequence[Mapping[str, Any]], stages: Sequence[Stage]) -> TokenTexts:
+    """The texts of all ids, from the tokenizer of the checkpoint; none where it is gone."""
+    ids = {token for row in rows for token in row["input_ids"]}
+    for stage in stages:
+        ids.update(token for one in stage.visit.trajectories.values() for token in one.tokens)
+        for column in (stage.visit.states.reference, stage.visit.states.competitor, stage.visit.states.quantized):
+            ids.update(np.unique(column).tolist())
+    if not (checkpoint / "tokenizer_config.json").is_file():
+        return TokenTexts({}, {})
+    from transformers import AutoTokenizer
+
+    return TokenTexts.of(AutoTokenizer.from_pretrained(checkpoint, local_files_only=True), ids)
+
+
+def _placeholders(family: str) -> dict[str, str]:
+    """By the text of a token that stands for it, image or audio."""
+    known = FAMILIES[family]
+    both = ((known.image, "image"), (known.audio, "audio"))
+    return {one.token: kind for one, kind in both if one is not None}
+
+
+def _asked(row: Mapping[str, Any], texts: TokenTexts, placeholders: Mapping[str, str]) -> Asked:
+    images, audios = ([_media(one) for one in row.get(name) or ()] for name in ("images", "audios"))
+    return asked_from(row["input_ids"], row["id"], row["ordinal"], (images, audios), texts, placeholders)
+
+
+def _media(row: Mapping[str, Any]) -> Source:
+    return Source(None if row["path"] is None else Path(row["path"]), row["sha256"], row["bytes"])
+
+
+def _badness(place: int, candidates: Sequence[Candidate]) -> float:
+    responses = [one.responses[place] for one in candidates]
+    return max((max(one.states.risk, default=0.0) for one in responses if one is not None and one.states), default=0.0)

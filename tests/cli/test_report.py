@@ -1,0 +1,191 @@
+"""`onptq report` and `onptq view`: the page from the files alone, several results side by side, and no other."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from onptq.cli import app
+
+COMMON = ("--tasks", "none", "--prompts", "4", "--set", "follow.max_tokens=4")
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    packed = max(re.findall(r"[A-Za-z0-9+/=]{200,}", page.read_text(encoding="utf-8")), key=_is_gzip)
+    content: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
+    return content
+
+
+def _is_gzip(text: str) -> bool:
+    return text.startswith("H4sI")
+
+
+def compare(small: Path, out: Path, *arguments: object) -> Any:
+    return call("compare", small, "--out", out, "--manifest", small / "prompts.jsonl", *COMMON, *arguments)
+
+
+@pytest.fixture(scope="module")
+def compared(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("report") / "first"
+    done = compare(small, out, "rtn:W3A8", "rtn:W4A8")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-2:] == [f"Report: {out / 'report.md'}", f"Page: {out / 'page.html'}"]
+    return out
+
+
+@pytest.fixture(scope="module")
+def quantized(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("quantized") / "rounded"
+    manifest = ("--calibration", small / "prompts.jsonl", "--set", "follow.max_tokens=4", "--set", "data.prompts=3")
+    done = call("quantize", small, "--out", out, "--method", "rtn", *manifest, "--set", "data.holdout=2", "--no-verify")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == f"Page: {out.with_name('rounded-run') / 'page.html'}"
+    return out
+
+
+def test_a_page_is_built_again_from_the_files_alone(compared: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(compared, tmp_path / "copy")
+    (copy / "page.html").unlink()
+    for weights in copy.rglob("*.safetensors"):
+        weights.unlink()
+    done = call("report", copy)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines() == [f"Page: {copy / 'page.html'}"]
+    assert (copy / "page.html").read_bytes() == (compared / "page.html").read_bytes()
+    assert [one["name"] for one in data_of(copy / "page.html")["candidates"]] == ["rtn:W3A8", "rtn:W4A8"]
+    receipt = json.loads((copy / "receipt.json").read_text())
+    assert [one["name"] for one in receipt["candidates"]] == ["rtn:W3A8", "rtn:W4A8"]
+
+
+def test_the_page_goes_where_it_is_wanted(compared: Path, tmp_path: Path) -> None:
+    out = tmp_path / "elsewhere" / "mine.html"
+    assert call("report", compared, "--out", out, "--quiet").stdout == ""
+    assert out.read_bytes() == (compared / "page.html").read_bytes()
+    [line] = call("report", compared, "--out", out, "--json").stdout.splitlines()
+    assert json.loads(line)["result"]["page"] == str(out) if "result" in json.loads(line) else str(out) in line
+
+
+def test_results_on_the_same_prompts_are_shown_side_by_side(compared: Path, small: Path, tmp_path: Path) -> None:
+    second, out = tmp_path / "second", tmp_path / "both.html"
+    assert compare(small, second, "rtn:W4A8", "rtn:W8A8").exit_code == 0
+    done = call("report", compared, second, "--out", out)
+    assert done.exit_code == 0, done.output
+    both = data_of(out)
+    assert [one["name"] for one in both["candidates"]] == ["rtn:W3A8", "first: rtn:W4A8", "rtn:W8A8"]
+    assert all(len(one["responses"]) == len(both["prompts"]) == 4 for one in both["candidates"])
+
+
+def test_results_on_other_prompts_are_refused(compared: Path, quantized: Path, small: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    assert compare(small, other, "rtn:W4A8", "--prompts", 3).exit_code == 0
+    done = call("report", compared, other, "--out", tmp_path / "page.html")
+    assert done.exit_code == 2
+    assert "differ in the prompts; expected results on the same prompts" in done.stderr
+    mixed = call("report", compared, quantized, "--out", tmp_path / "page.html")
+    assert mixed.exit_code == 2
+    assert "what they hold: a comparison and a run alone" in mixed.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_run_alone_has_a_page(quantized: Path) -> None:
+    page = data_of(quantized.with_name("rounded-run") / "page.html")
+    assert [one["name"] for one in page["candidates"]] == ["result"]
+    assert [one["task"] for one in page["prompts"]].count("holdout") == 2
+    assert page["candidates"][0]["verdict"].startswith(("Of 2 answers ", "All 2 answers "))
+
+
+def test_what_the_page_shows_does_not_make_another_run(quantized: Path, small: Path) -> None:
+    manifest = ("--calibration", small / "prompts.jsonl", "--set", "follow.max_tokens=4", "--set", "data.prompts=3")
+    same = (
+        "quantize",
+        small,
+        "--out",
+        quantized,
+        "--method",
+        "rtn",
+        *manifest,
+        "--set",
+        "data.holdout=2",
+        "--no-verify",
+    )
+    done = call(*same, "--set", "report.detail=off")
+    assert done.exit_code == 0, done.output
+    assert "is a finished run" in done.output
+
+
+@pytest.mark.parametrize("folder", ["absent", "empty"])
+def test_a_folder_without_results_is_refused(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for command in ("report", "view"):
+        done = call(command, tmp_path / folder)
+        assert done.exit_code == 2
+        assert str(tmp_path / folder) in done.stderr
+        assert "expected" in done.stderr
+
+
+def test_results_without_a_page_document_are_kept_and_it_is_said(
+    compared: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onptq.page.write.ASSET", "absent.html")
+    done = compare(small, tmp_path / "out", "rtn:W4A8")
+    assert done.exit_code == 0
+    assert done.stdout.splitlines()[-1].startswith("Report: ")
+    assert "no page was written" in done.output
+    assert call("report", compared, "--out", tmp_path / "page.html").exit_code == 2
+
+
+def test_view_opens_the_page_and_builds_it_first(
+    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def browser(url: str) -> bool:
+        opened.append(url)
+        return True
+
+    monkeypatch.setattr("webbrowser.open", browser)
+    copy = shutil.copytree(compared, tmp_path / "copy")
+    (copy / "page.html").unlink()
+    done = call("view", copy)
+    assert done.exit_code == 0, done.output
+    assert opened == [(copy / "page.html").resolve().as_uri()]
+    assert done.stdout.strip() == opened[0]
+    monkeypatch.setattr("webbrowser.open", lambda url: False)
+    without = call("view", copy)
+    assert without.exit_code == 2
+    assert "--serve" in without.stderr
+
+
+def test_view_serves_the_page_alone_on_the_loopback_address(compared: Path) -> None:
+    code = "from onptq.cli import main; import sys; sys.argv = ['onptq', 'view', sys.argv[1], '--serve']; main()"
+    command = [sys.executable, "-u", "-c", code, str(compared)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", url)
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            assert answer.read() == (compared / "page.html").read_bytes()
+            assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+        for path in ("report.json", "../first/report.json", "onptq/recipe.yaml"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(url + path, timeout=20)
+    finally:
+        process.terminate()
+        process.wait(20)
