@@ -1,4 +1,4 @@
-"""The fault campaign: `python -m tests.faults --kills 100`. Exit code 1 if a run did not survive."""
+"""The fault campaign: `python tests/faults/campaign.py --kills 100`. Exit code 1 if a run did not survive."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from . import faults, runs
-from .faults import DAMAGES, SIGNALS, Trial
-from .job import RECIPES, Job, prepare
-from .runs import Reference
+import disturbances
+import outcomes
+from disturbances import DAMAGES, SIGNALS, Trial
+from forked import RECIPES, Job, prepare
+from outcomes import Reference
 
 KILLS = 3  # of one run
 SNAPSHOTS = (
@@ -70,7 +71,7 @@ class Campaign:
         self.refused[kind] += trial.refused
         self.kills.update(trial.kills)
         if trouble is None:
-            runs.delete(out)
+            outcomes.delete(out)
         else:
             self.lost.append(f"{fault} ({name}, {out}): {trouble}")
             print(f"LOST {self.lost[-1]}", flush=True)
@@ -92,13 +93,13 @@ def snapshots(campaign: Campaign, wanted: int) -> Iterator[tuple[str, Path]]:
         for phase in campaign.rng.sample(phases, min(wanted, len(phases))):
             out = campaign.folder / f"snapshot {number}-{phase}"
             Trial(job, reference, out, campaign.rng).interrupt(phase, dict(reference.phases)[phase])
-            if out.exists() or runs.home(out).exists():
+            if out.exists() or outcomes.home(out).exists():
                 yield name, out
 
 
 def damages(campaign: Campaign, count: int, wanted: int) -> None:
     """Damaged files of every kind; each file of each snapshot comes up before one comes up again."""
-    places = [(job, out, name) for job, out in snapshots(campaign, wanted) for name in runs.files(out)]
+    places = [(job, out, name) for job, out in snapshots(campaign, wanted) for name in outcomes.files(out)]
     campaign.rng.shuffle(places)
     places.sort(key=lambda place: sum(place[2] == other[2] for other in places))  # rare files first
     for number in range(count):
@@ -106,7 +107,7 @@ def damages(campaign: Campaign, count: int, wanted: int) -> None:
         how = DAMAGES[number % len(DAMAGES)] if number < len(places) else campaign.rng.choice(DAMAGES)
 
         def act(trial: Trial, out: Path = out, name: str = name, how: str = how) -> str | None:
-            return faults.damage(trial, out, name, how)
+            return disturbances.damage(trial, out, name, how)
 
         campaign.trial(f"a damaged file: {how} of {name} in {out.name}", act, job)
 
@@ -114,7 +115,7 @@ def damages(campaign: Campaign, count: int, wanted: int) -> None:
 def on_disk(campaign: Campaign, fault: str, act: Callable[[Trial, Path], str | None]) -> None:
     """A fault of a file system of its own; left out where none can be mounted."""
     disk = campaign.folder / "disk"
-    if not faults.mount(disk):
+    if not disturbances.mount(disk):
         print(f"no small file system can be mounted here: no trial of {fault}", flush=True)
         disk.rmdir()
         return
@@ -124,28 +125,28 @@ def on_disk(campaign: Campaign, fault: str, act: Callable[[Trial, Path], str | N
         return act(trial, disk)
 
     campaign.trial(fault, on)
-    faults.unmount(disk)
+    disturbances.unmount(disk)
     disk.rmdir()
 
 
 def run(campaign: Campaign, kills: int, damaged: int, others: int, wanted: int) -> None:
     campaign.begin()
     while campaign.tried["SIGKILL"] < kills:
-        campaign.trial("SIGKILL", lambda trial: faults.signals(trial, times=KILLS), count=0)
+        campaign.trial("SIGKILL", lambda trial: disturbances.signals(trial, times=KILLS), count=0)
     for number in list(SIGNALS)[1:]:
         for _ in range(others):
-            campaign.trial(SIGNALS[number], lambda trial, n=number: faults.signals(trial, n, 1), count=0)  # type: ignore[misc]
+            campaign.trial(SIGNALS[number], lambda trial, n=number: disturbances.signals(trial, n, 1), count=0)  # type: ignore[misc]
     damages(campaign, damaged, wanted)
     for _ in range(others):
-        campaign.trial("processes at once", lambda trial: faults.together(trial, trial.rng.randint(2, 3)))
-        campaign.trial("a clock that jumps", faults.clock)
-        campaign.trial("the folder deleted", faults.deleted)
-        on_disk(campaign, "a full disk", faults.full_disk)
-        on_disk(campaign, "a read-only disk", faults.read_only)
+        campaign.trial("processes at once", lambda trial: disturbances.together(trial, trial.rng.randint(2, 3)))
+        campaign.trial("a clock that jumps", disturbances.clock)
+        campaign.trial("the folder deleted", disturbances.deleted)
+        on_disk(campaign, "a full disk", disturbances.full_disk)
+        on_disk(campaign, "a read-only disk", disturbances.read_only)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/faults/campaign.py", description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs; a third as many damages and more of the rest")
     parser.add_argument("--damages", type=int, help="damaged files; by default twice as many as kills")
     parser.add_argument("--others", type=int, help="trials of every other fault; by default a tenth of the kills")

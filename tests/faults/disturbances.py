@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from onptq.run import remove
+from forked import REFUSED, Attempt, Job
+from outcomes import Reference, copy, delete, files, home
 
-from .job import REFUSED, Attempt, Job
-from .runs import Reference, copy, delete, files, home
+from onptq.run import remove
 
 REFUSALS = 12  # after which a run that is refused again and again has no remedy
 IDENTITY = {"run/recipe.yaml"}  # a run without it is no run: refused, and nothing brings it back
