@@ -24,6 +24,7 @@ from onptq.cycle.risk import score, select
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
 from onptq.models.encoding import EncodedPrompt
+from onptq.models.family import text_config
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.recipe import CalibrateConfig, Recipe, RiskConfig, SelectConfig
@@ -137,7 +138,7 @@ def test_the_shortest_answers_are_answers(what: str, small: Path, tmp_path: Path
     model, changes = shutil.copytree(small, tmp_path / "model"), {}
     if what == "an immediate end":
         settings = model / "generation_config.json"
-        ends = list(range(json.loads((model / "config.json").read_text())["text_config"]["vocab_size"]))
+        ends = list(range(text_config(json.loads((model / "config.json").read_text()))["vocab_size"]))
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": ends}))
     else:
         changes = {"follow.max_tokens": 1}
