@@ -909,13 +909,14 @@ def test_the_command_says_where_its_report_is_and_what_it_did_not_run_again(smal
     common = ("--tasks", "none", "--manifest", small / "prompts.jsonl", "--prompts", 4, "--set", "follow.max_tokens=4")
     out = tmp_path / "out"
     first = call("compare", small, "rtn:W4A8", "rtn:W3A8", "--out", out, *common).stdout.splitlines()
-    assert first[-1] == f"Report: {out / 'report.md'}"
+    ending = [f"Report: {out / 'report.md'}", f"Page: {out / 'page.html'}"]
+    assert first[-2:] == ending
     assert not any("measured before" in line for line in first)
     again = call("compare", small, "rtn:W3A8", "rtn:W8A8", "--out", out, *common).stdout.splitlines()
-    assert again[-3:] == [
+    assert again[-4:] == [
         f"Not run again, as measured before in {out}: rtn:W3A8",
         f"Also shown, as measured before in {out}: rtn:W4A8",
-        f"Report: {out / 'report.md'}",
+        *ending,
     ]
 
 
