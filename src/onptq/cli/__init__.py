@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onptq.cli import compare, data, inspect, list, plan, quantize, recipe, report, verify, view, zoo
+from onptq.cli import compare, data, diff, inspect, list, plan, quantize, recipe, report, verify, view, zoo
 from onptq.errors import OnPTQError
 
 GROUP = "onptq.commands"  # entry points by which other packages add commands: a function each, as typer takes it
 ELSEWHERE = {"bench": "onptq-vllm", "tune": "onptq-vllm"}  # the package that has a command
-RESUMED = ("quantize", "compare")  # the same command goes on where a killed one was
+RESUMED = ("quantize", "compare", "diff")  # the same command goes on where a killed one was
 
 
 class Commands(TyperGroup):
@@ -83,6 +83,7 @@ app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("compare")(compare.compare)
+app.command("diff")(diff.diff)
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("recipe")(recipe.recipe)

@@ -218,17 +218,21 @@ def _of_servers(
     if (folder / HOME).exists() or (folder.exists() and not folder.is_dir()):
         raise OnPTQError(f"{folder} holds something else than a comparison of servers: choose another --out")
     asked: list[Prompt] = load_manifest(manifest, limit=count, note=reporter.note)
-    page = compare_endpoints(
-        dense,
-        quantized,
-        asked,
-        max_tokens=Recipe().follow.max_tokens if max_tokens is None else max_tokens,
-        origin=f"prompts of {manifest.name}",
-        model=model,
-        key=key,
-        timeout=timeout,
-        reporter=reporter,
-    )
+    try:
+        page = compare_endpoints(
+            dense,
+            quantized,
+            asked,
+            max_tokens=Recipe().follow.max_tokens if max_tokens is None else max_tokens,
+            origin=f"prompts of {manifest.name}",
+            model=model,
+            key=key,
+            timeout=timeout,
+            reporter=reporter,
+        )
+    except KeyboardInterrupt:
+        typer.echo("interrupted: answers of servers are not kept, the same command asks them again", err=True)
+        raise typer.Exit(130) from None
     write_page(page, folder / PAGE)
     return page, folder / PAGE
 

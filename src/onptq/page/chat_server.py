@@ -132,7 +132,8 @@ class ChatServer:
         ends = time.monotonic() + self._timeout
         self._connections.add(connection)
         try:
-            if self._ended:
+            connection.connect()
+            if self._ended:  # looked at once `end` can find the open socket
                 raise OSError("another request failed")
             connection.request(method, self._base + path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
