@@ -72,7 +72,7 @@ class Floors:
         """The tokens of tokens per second: encoded, answered, generated, compared, read by D in branches, trained
         on."""
         work, counts = self.work, self.counts
-        written = counts.response_tokens * (work.banks * work.prompts + self._looks * work.holdout)
+        written = counts.response_tokens * (work.banks * work.prompts + self._evaluations * work.holdout)
         return {
             "Encode": work.every * counts.prompt_tokens,
             "Initialize": work.prompts * (counts.prompt_tokens + RESPONSE_TOKENS),
@@ -87,7 +87,7 @@ class Floors:
         return self.counts.prompt_tokens + self.counts.response_tokens
 
     @property
-    def _looks(self) -> int:
+    def _evaluations(self) -> int:
         """Times that held-out prompts are followed and compared: before every round and at the end."""
         return self.work.recipe.rounds + 1
 
@@ -129,20 +129,20 @@ class Floors:
             total += self.decoder(sampled, 1, 0) * tried
         if work.start_rounds:
             steps = self.decoder(work.start_rows * answered, 1, answered / 2) * work.start_steps
-            total += Floor(steps.flops * (1 + BACKWARD), steps.bytes * 2) + every * (work.start_looks + 1)
+            total += Floor(steps.flops * (1 + BACKWARD), steps.bytes * 2) + every * (work.start_evaluations + 1)
         return total
 
     def follow(self) -> Floor:
         steps = self.counts.response_tokens
         once = self.prefill(self.work.prompts) + self.decode(self.work.prompts, steps)
         held_out = self.prefill(self.work.holdout) + self.decode(self.work.holdout, steps)
-        return once * self.work.banks + held_out * (self._looks if self.work.holdout else 0)
+        return once * self.work.banks + held_out * (self._evaluations if self.work.holdout else 0)
 
     def compare(self) -> Floor:
         """D and Q over the responses. The prompts are cached: by Q since Follow, by D since its first time."""
         work = self.work
         total = self.prefill(work.prompts) + self.prefill(work.holdout) * bool(work.holdout)
-        for times, prompts in ((work.banks, work.prompts), (self._looks if work.holdout else 0, work.holdout)):
+        for times, prompts in ((work.banks, work.prompts), (self._evaluations if work.holdout else 0, work.holdout)):
             states = prompts * self.counts.response_tokens
             total += (self.decoder(states, 1, self._length) + self.head(states)) * (2 * times)
         return total

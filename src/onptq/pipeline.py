@@ -1,4 +1,4 @@
-"""From a model and prompts to a quantized checkpoint: check, load, encode, initialize, rounds, measure, export, verify."""
+"""The pipeline of a quantization: check, load, encode, initialize, rounds, measure, export, reload and check."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Job:
-    """What a quantization is given, all of it checked."""
+    """The checked inputs of a quantization."""
 
     source: Source
     out: Path
@@ -237,7 +237,7 @@ def done(run: Run) -> list[str]:
 
 
 def damaged(out: Path, written: Mapping[str, Any]) -> str | None:
-    """How the checkpoint differs from what the run wrote; None if it does not."""
+    """The first difference of the checkpoint from what the run wrote; None if there is none."""
     for name, digest in written.get("sha256", {CONFIG: None}).items():
         if not (out / name).is_file():
             return f"{out / name} is missing"

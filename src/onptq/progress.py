@@ -27,7 +27,7 @@ class Bar(Protocol):
 
 
 class Reporter(Protocol):
-    """Where progress, notes, warnings and the result go."""
+    """The receiver of progress, notes, warnings and the result."""
 
     def phase(self, name: str, total: int | None = None, unit: str = "") -> AbstractContextManager[Bar]: ...
 

@@ -107,7 +107,7 @@ def _registered(name: str, registry: Registry[Any]) -> str:
 
 
 class DataConfig(Config):
-    """Which prompts calibrate and which are held out."""
+    """Data: the numbers of calibration and held-out prompts."""
 
     LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512}
 
@@ -245,7 +245,7 @@ class CalibrateConfig(Config):
 
 
 class ComputeConfig(Config):
-    """Where and how it is computed."""
+    """Compute: device, dtype and memory."""
 
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -262,7 +262,7 @@ class ComputeConfig(Config):
 
 
 class ReportConfig(Config):
-    """What is kept of single states, to be looked at."""
+    """Report: the details of single states that are written."""
 
     LATER: ClassVar[Mapping[str, Any]] = {"detail": "light"}
 

@@ -66,7 +66,7 @@ class Registry(Generic[T]):
         return add
 
     def label(self, name: str) -> str:
-        """What tables call a name: itself, unless it promises more than it is."""
+        """The name in tables: itself, unless it promises more than it is."""
         return self._labels.get(name, name)
 
     def origin(self, name: str) -> str:

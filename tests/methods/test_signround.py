@@ -28,7 +28,7 @@ from onptq.kernels.grid import code_range
 from onptq.methods.gptq import gptq
 from onptq.methods.layerwise import Stream
 from onptq.methods.linears import replaced
-from onptq.methods.signround import looks, signround
+from onptq.methods.signround import evaluated_steps, signround
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import LINEARS
 from onptq.quantizer.folded import FoldedLinear
@@ -105,7 +105,7 @@ def test_the_defaults_are_autorounds() -> None:
     [(0, []), (1, [1]), (7, [5, 6, 7]), (100, [80, 90, 100]), (205, [165, 185, 205])],
 )
 def test_the_error_is_evaluated_at_the_end_and_shortly_before(steps: int, expected: list[int]) -> None:
-    assert sorted(looks(steps)) == expected
+    assert sorted(evaluated_steps(steps)) == expected
 
 
 def keep_the_last(self: Any) -> None:

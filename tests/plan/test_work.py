@@ -61,5 +61,5 @@ def test_a_batch_has_as_many_prompts_as_its_tokens_allow() -> None:
 
 
 def test_a_learned_init_judges_each_block_three_times_and_its_start() -> None:
-    assert [work(init="signround", init_steps=steps).start_looks for steps in (1, 2, 200)] == [2, 3, 4]
+    assert [work(init="signround", init_steps=steps).start_evaluations for steps in (1, 2, 200)] == [2, 3, 4]
     assert [work(init=init).start_rounds for init in ("search", "signround", "search+signround")] == [False, True, True]

@@ -210,7 +210,7 @@ def models_in(folder: Path) -> list[str]:
 
 
 def print_ending(report: Report, folder: Path, named: Sequence[str], earlier: Sequence[str]) -> None:
-    """What was not run again, what is shown besides the candidates that were named, and where all of it is."""
+    """Print which candidates were not run again, which others are shown, and the report's path."""
     from rich.console import Console
 
     from onptq.evaluate.candidates import DENSE

@@ -54,7 +54,7 @@ def calibration_prompts(
     usable: Usable | None = None,
     seed: int = 0,
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """As many prompts as the most demanding candidate wants, and those that choose its best iterate."""
+    """Calibration prompts for the most demanding candidate, and held-out prompts that choose its best iterate."""
     kind = embedded_kind(manifest)
     if manifest is not None and kind is None:
         from onptq.data.calibration import split as divide
@@ -70,7 +70,7 @@ def calibration_prompts(
 
 
 def origin(items: Sized, prompts: Sized, split: str, manifest: Path | None = None) -> str:
-    """Where items and prompts come from, in words."""
+    """The origin of items and prompts, in words."""
     drawn = {"items": len(items), "prompts": len(prompts) if manifest is None else 0}
     embedded = [what for what, count in drawn.items() if count]
     texts = [f"embedded {' and '.join(embedded)} of the {split} split"] if embedded else []

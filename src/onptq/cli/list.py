@@ -38,7 +38,7 @@ def list_names(
 
 
 def _origins(name: str) -> dict[str, str]:
-    """By name, the package that brings it."""
+    """The package that brings each name."""
     from onptq import registry
 
     lists: dict[str, registry.Registry[Any]] = {

@@ -152,7 +152,7 @@ def quantize(
 
 
 def default_out(model: str, recipe: Recipe) -> Path:
-    """In the current folder: the last part of the model's name, the scheme, and the method where it is not onptq."""
+    """A folder named after the last part of the model's name, the scheme, and the method where it is not onptq."""
     return Path("-".join((short_name(model), recipe.scheme, *(() if recipe.method == "onptq" else (recipe.method,)))))
 
 

@@ -41,12 +41,12 @@ def rendered(table: ReportTable, width: int) -> Any:
 
     natural, narrow = _widths(table, whole_headers=True), _widths(table)
     widths = natural if sum(natural) <= width else [min(narrow[0], width // 2), *narrow[1:]]
-    found = Table(title=table.title, title_justify="left", title_style="bold", box=None, header_style="bold")
+    rendered = Table(title=table.title, title_justify="left", title_style="bold", box=None, header_style="bold")
     for number, (column, wide) in enumerate(zip(table.header, widths, strict=True)):
-        found.add_column(column, justify="right" if number else "left", width=wide - GAP, overflow="fold")
+        rendered.add_column(column, justify="right" if number else "left", width=wide - GAP, overflow="fold")
     for row in table.rows:
-        found.add_row(*map(Text, row))
-    return found
+        rendered.add_row(*map(Text, row))
+    return rendered
 
 
 def _parts(table: ReportTable, width: int) -> list[ReportTable]:

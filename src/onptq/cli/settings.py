@@ -1,4 +1,4 @@
-"""What several commands read alike: the recipe from its options, the reporter, the folder by default."""
+"""Options that several commands share: help texts, the recipe, the reporter, the default folder."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def continuations(
 def separation(
     policy: LanguageModel, batch: PromptBatch, prefix: Prefix, forest: Forest, tokens: Tensor, divergence: str
 ) -> tuple[Tensor, Tensor]:
-    """How far apart D is at every step of the common valid horizon, 0 beyond it, [B, H, N / 2], and H_t, [B, N / 2].
+    """The divergence of D at every step of the common valid horizon, 0 beyond it, [B, H, N / 2], and H_t, [B, N / 2].
 
     D reads all branch tokens in one forward.
     """
@@ -197,7 +197,7 @@ def _greedy(policy: LanguageModel, hidden: Tensor) -> Tensor:
 
 
 def _forests(batch: PromptBatch, states: States, forked: np.ndarray, horizon: int) -> list[list[np.ndarray]]:
-    """For each forest of the batch, the forked states of each prompt: as many at a time as the two limits allow."""
+    """The forked states of each prompt, by forest: as many at a time as the two limits allow."""
     rows = [np.flatnonzero((states.prompt == prompt.ordinal) & forked) for prompt in batch.prompts]
     share = max(1, min(TREE_TOKENS // len(rows), ROW_TOKENS) // (2 * horizon))
     return [[row[start : start + share] for row in rows] for start in range(0, max(map(len, rows)), share)]

@@ -23,7 +23,7 @@ KERNEL_ROWS = 8192  # states per launch where no logits exist
 
 @dataclass(frozen=True)
 class Decisions:
-    """What two rows of logits say about a state, each [S]."""
+    """Decisions, margins and divergences of the two models at S states, each [S]."""
 
     reference: Tensor
     competitor: Tensor
@@ -77,7 +77,7 @@ def pair_margin(logits: Tensor, reference: Tensor, competitor: Tensor) -> Tensor
 
 
 def state_rows(vocabulary: int, models: int = 2) -> int:
-    """How many states' logits fit into LOGIT_BYTES at once."""
+    """The number of states whose logits fit into LOGIT_BYTES at once."""
     return max(1, LOGIT_BYTES // (4 * models * vocabulary))
 
 

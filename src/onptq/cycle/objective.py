@@ -74,7 +74,7 @@ class Terms:
 
 
 class UpdateSequences(Sequence[UpdateSequence]):
-    """One item per prompt, with its weighted states, made when it is asked for; the anchor's weights sum to 1 over all prompts
+    """One item per prompt, with its weighted states, made on access; the anchor's weights sum to 1 over all prompts
     (Eq. 14's 1 / |U|).
 
     With `every_response` the response loss is a mean over all states, critical or not, each with the weight
@@ -289,7 +289,7 @@ def _decision_terms(
 
 
 def pair_strength(states: States) -> float:
-    """What the pair loss is multiplied by so that it begins as strong as with equal weights for all states: the mean of all
+    """The factor with which the pair loss begins as strong as with equal weights for all states: the mean of all
     states' Huber losses over their weighted mean, by the margins in the bank. 1 where nothing is lost."""
     quant, dense = (torch.from_numpy(each.astype(np.float64)) for each in (states.margin_quant, states.margin_dense))
     losses = huber_loss(quant, dense, reduction="none", delta=HUBER_DELTA).numpy()

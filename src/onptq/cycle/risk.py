@@ -30,7 +30,7 @@ def score(states: States, cfg: RiskConfig) -> States:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What a selection rule says of every state: which it may take, and what it takes first."""
+    """A selection rule's answer: the states it may take, and their order."""
 
     eligible: Column  # bool [S]
     rank: Column  # [S], the largest first

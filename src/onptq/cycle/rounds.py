@@ -201,7 +201,7 @@ def read_update(run: Run, k: int) -> dict[str, int]:
 
 
 def bank_figures(states: States) -> dict[str, float]:
-    """What a bank says in a few numbers."""
+    """The figures of a bank."""
     branched = states.horizon > 0
     agree_but_moved = ~states.candidates & (states.js > np.quantile(states.js, 0.9))
     return {

@@ -52,7 +52,7 @@ def cached_bytes(free: int, cache_gib: float | None) -> int:
 
 
 def keep_of_q(free: int, cache_gib: float | None, floats: int, codes: int, recipe: Recipe, on_gpu: bool) -> Held:
-    """What is held of Q's weights, by their bytes as floats and as codes. Settled codes are theta's own and cost nothing."""
+    """The form in which Q's weights are held, by their bytes as floats and as codes. Settled codes are theta's own."""
     codes_fit = recipe.settles or codes < SHARE_OF_FREE * free
     if codes_fit and on_gpu and recipe.multiplies_integers:
         return "integers"
@@ -62,7 +62,7 @@ def keep_of_q(free: int, cache_gib: float | None, floats: int, codes: int, recip
 
 
 class BatchBudget:
-    """How many tokens or prompts (`unit`) go through the model at once; halved for good where that does not fit.
+    """The number of tokens or prompts (`unit`) that go through the model at once; halved for good where that does not fit.
 
     The first halving is reported by `warn`, each one stored by `keep`."""
 

@@ -43,8 +43,8 @@ class Prefix:
 
 
 class Batches(Sequence[PromptBatch]):
-    """Prompts of like length together, at most `batch_tokens` padded slots a batch. A batch is put together when it is asked
-    for, and only the last one is kept."""
+    """Prompts of like length together, at most `batch_tokens` padded slots a batch. A batch is put together on
+    access, and only the last one is cached."""
 
     def __init__(self, prompts: EncodedPrompts, batch_tokens: int, max_tokens: int) -> None:
         self._prompts, self._max_tokens = prompts, max_tokens

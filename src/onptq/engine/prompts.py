@@ -93,7 +93,7 @@ class EncodedPrompts(Sequence[EncodedPrompt]):
 
     @property
     def origins(self) -> list[int]:
-        """Of a copy the ordinal of the prompt, of other prompts their own."""
+        """Ordinals; a copy has that of its prompt."""
         return [entry.origin for entry in self._entries]
 
     @property

@@ -16,7 +16,7 @@ from onptq.models.encoding import PromptBatch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a model's generation config draws tokens, and the seed of the numbers that decide."""
+    """Sampling as a model's generation config has it, and the seed of its random numbers."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: all tokens
@@ -33,7 +33,7 @@ class Sampling:
         return cls(**{name: value for name, value in given.items() if value is not None}, seed=seed)
 
     def numbers(self, batch: PromptBatch, count: int) -> Tensor:
-        """Of every prompt, `count` numbers from 0 to 1, [B, count]; they depend on its ordinal and the seed alone."""
+        """`count` numbers from 0 to 1 for every prompt, [B, count]; they depend on its ordinal and the seed alone."""
         rows = [np.random.default_rng((self.seed, prompt.ordinal)).random(count) for prompt in batch.prompts]
         return torch.from_numpy(np.stack(rows)).to(batch.embeds.device, torch.float32)
 

@@ -1,4 +1,4 @@
-"""From a candidate to its theta and its cost: seconds, peak memory, bytes of the checkpoint."""
+"""Theta and cost of a candidate: seconds, peak memory, bytes of the checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HELD_OUT = tuple(f"rounds/0/{name}" for name in ("holdout_trajectories.parquet",
 
 @dataclass(frozen=True)
 class Cost:
-    """What calibration took, where it was done here, and the size of the checkpoint."""
+    """Seconds and memory of a calibration that was done here, and the size of the checkpoint."""
 
     seconds: float | None = None
     peak_bytes: int | None = None

@@ -17,7 +17,7 @@ from onptq.run import final_theta
 from onptq.schemes import Scheme
 
 DENSE = "dense"
-ELSEWHERE = {  # fields that a candidate's list of settings does not take, and where they are said
+ELSEWHERE = {  # fields that a candidate's list of settings does not take, and where they are given
     "method": "it is the METHOD of METHOD:SCHEME",
     "scheme": "it is the SCHEME of METHOD:SCHEME",
     "seed": "write METHOD:SCHEME#SEED",

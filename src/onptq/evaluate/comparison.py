@@ -115,7 +115,7 @@ def compare_models(
 
 
 def _bank_candidates(candidates: Sequence[Candidate], recipe: Recipe) -> dict[str, MethodCandidate]:
-    """By scheme, plain rounding: the candidate whose states are the frozen bank.
+    """Plain rounding by scheme: the candidate whose states are the frozen bank.
 
     The paper judges variants of one initial checkpoint on that checkpoint's bank. Here methods of every kind are judged. A bank
     of any of them would hold the mistakes of just that one and of its descendants.

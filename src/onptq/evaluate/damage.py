@@ -30,7 +30,7 @@ def damage_measures(
     responses: Sequence[Trajectory] | None = None,
     dense_responses: Sequence[Trajectory] | None = None,
 ) -> dict[str, Single]:
-    """Whatever can be measured: there are no states of the dense model, and earlier versions kept less of a candidate."""
+    """The measures that the given results allow: the dense model has no states, and old folders have fewer files."""
     measures: dict[str, Single] = {}
     if states is not None:
         measures |= {**tie_measures(states, prompts), **percentile_measures(states, prompts)}
@@ -91,8 +91,8 @@ def response_measures(
 def loop_measures(responses: Sequence[Trajectory], prompts: Sequence[int]) -> dict[str, Measure]:
     """Responses that are cut off in a loop."""
     looping = {one.prompt for one in responses if not one.finished and ends_in_loop(one.tokens)}
-    found = np.array([prompt in looping for prompt in prompts], np.float64)
-    return {"loops": Measure((Part(PROMPTS, found, np.ones(len(prompts))),), 100)}
+    loops = np.array([prompt in looping for prompt in prompts], np.float64)
+    return {"loops": Measure((Part(PROMPTS, loops, np.ones(len(prompts))),), 100)}
 
 
 def ends_in_loop(tokens: Sequence[int]) -> bool:
@@ -122,7 +122,7 @@ def content_measures(items: Sequence[Item], dense: Sequence[Answer], other: Sequ
 
 
 def _gain(before: Answer, after: Answer) -> float:
-    """Of the sign of the difference of both answers' points over their totals."""
+    """The sign of the difference between both answers' points over their totals."""
     return after.points * before.total - before.points * after.total
 
 

@@ -1,4 +1,4 @@
-"""Do no harm: a calibrated theta is kept only where fresh rollouts of held-out prompts speak for it."""
+"""The choice between the calibrated theta and the init, by fresh rollouts of held-out prompts."""
 
 from __future__ import annotations
 

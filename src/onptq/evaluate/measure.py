@@ -1,4 +1,4 @@
-"""What takes running models: answers, states, branches and margins, each committed once to the folder of a comparison."""
+"""Answers, states, branches and margins of running models, each committed once to the folder of a comparison."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from onptq.cycle.follow import follow
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Questions, answer, write_answers
+from onptq.evaluate.attribution import RESPONSES, margin_losses
 from onptq.evaluate.build import Cost, folder_bytes
 from onptq.evaluate.candidates import (
     DENSE,
@@ -29,6 +30,7 @@ from onptq.evaluate.details import Futures, keeps, likeliest, scored, worth_keep
 from onptq.evaluate.session import Session
 from onptq.evaluate.store import (
     ANSWERS,
+    ATTRIBUTION,
     COST,
     DENSE_PATH,
     DETAILS,
@@ -38,6 +40,7 @@ from onptq.evaluate.store import (
     STATES,
     THETA,
     is_measured,
+    lacks_attribution,
     path_of,
 )
 from onptq.models.language_model import Side
@@ -58,6 +61,7 @@ def measure(candidates: Sequence[Candidate], session: Session) -> None:
             _answer(session, path_of(one.name, ANSWERS), one.name, session.questions, "Q")
         if session.prompts:
             _measure_behaviour(session, one.name)
+            _attribute(session, one.name)
     for checkpoint in (one for one in waiting if isinstance(one, CheckpointCandidate)):
         _measure_checkpoint(checkpoint, session)
 
@@ -184,6 +188,21 @@ def _keep_details(session: Session, name: str, mismatches: States, futures: Futu
         details = likeliest(session.prefixes(), rollouts, chosen, quantized=model, advance=bar.advance)
     with run.writing(*path_of(name, DETAILS)) as path:
         write_details(chosen, details, futures.found, level, path)
+
+
+def _attribute(session: Session, name: str) -> None:
+    """Commit the share of every linear in the erosion, unless it is there or nobody wants to look at it."""
+    run = session.run
+    if not lacks_attribution(run, name, session.recipe.report.detail):
+        return
+    theta = Theta.load(run.file(*path_of(name, THETA)), session.device)
+    rollouts = read_trajectories(run.file(*path_of(name, ROLLOUTS)))
+    states = States.read(run.file(*path_of(name, STATES)))
+    with session.reporter.phase(f"Attribute {name}", total=RESPONSES, unit="responses") as bar:
+        losses = margin_losses(
+            session.policy(), theta, session.prefixes().prompts, rollouts, states, advance=bar.advance
+        )
+    run.write_json(losses.to_dict(), *path_of(name, ATTRIBUTION))
 
 
 def measure_critical(

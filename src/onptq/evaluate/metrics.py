@@ -20,7 +20,7 @@ PROMPTS = "prompts"  # the stratum of held-out prompts; tasks are strata of thei
 
 @dataclass(frozen=True)
 class Label:
-    """How a measure is called and shown, and whether less of it is better."""
+    """The name and the format of a measure, and whether less of it is better."""
 
     name: str
     less_is_better: bool | None = True  # None: neither
@@ -141,7 +141,7 @@ def behaviour_measures(states: States, prompts: Sequence[int]) -> dict[str, Meas
 
 
 def critical_measures(margins: Margins, prompts: Sequence[int]) -> dict[str, Measure]:
-    """Of the joint-critical states, how many have lost their margin, and how much of it each has lost on average."""
+    """The share of joint-critical states that have lost their margin, and the mean loss."""
     quant, dense = margins.quant[margins.critical], margins.dense[margins.critical]
     total = partial(sums, places(margins.prompt[margins.critical], prompts), len(prompts))
     count = total(np.ones(len(quant)))
@@ -156,7 +156,7 @@ def right(answers: Sequence[Answer]) -> Column:
 
 
 def judged(items: Sequence[Item], answers: Sequence[Answer]) -> Column:
-    """Which items were answered right, of those that are either right or wrong, in the order of the items."""
+    """Whether each item that is either right or wrong was answered right, in the order of the items."""
     return right([one for item, one in paired(items, answers) if item.measure == "accuracy"])
 
 
@@ -186,7 +186,7 @@ def per_prompt(states: States, prompts: Sequence[int]) -> dict[str, Column]:
         "at_fork": states.t == fork[place],
         "after_fork": states.t > fork[place],
     }
-    found = {
+    totals = {
         "states": lengths,
         "mismatches": total(mismatch),
         "disagreements": total(states.token != states.quantized),
@@ -197,12 +197,12 @@ def per_prompt(states: States, prompts: Sequence[int]) -> dict[str, Column]:
         "forked": np.isfinite(fork).astype(np.float64),
     }
     for side, chosen in sides.items():
-        found |= {
+        totals |= {
             f"states_{side}": total(chosen),
             f"js_{side}": total(states.js * chosen),
             f"kl_{side}": total(states.kl * chosen),
         }
-    return found
+    return totals
 
 
 def places(of_states: Column, prompts: Sequence[int]) -> Column:
@@ -212,5 +212,5 @@ def places(of_states: Column, prompts: Sequence[int]) -> Column:
 
 
 def sums(place: Column, count: int, values: Column) -> Column:
-    """Of the values of states, the sum over each of `count` prompts."""
+    """Sums of the values of states over each of `count` prompts."""
     return np.bincount(place, values.astype(np.float64), minlength=count)

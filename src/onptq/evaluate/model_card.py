@@ -22,7 +22,7 @@ RESULT = "this checkpoint"
 
 
 def read_provenance(run: Run, recipe: Recipe, prompts: Prompts) -> Provenance:
-    """What made the weights, once all rounds of `run` are done."""
+    """The provenance of the weights, once all rounds of `run` are done."""
     updates = [read_update(run, k) for k in range(recipe.rounds)]
     return Provenance(
         recipe.method,

@@ -30,7 +30,7 @@ class Percentile:
 
     @cached_property
     def alone(self) -> Column:
-        """Of every cluster by itself, [clusters]; NaN where it has no value."""
+        """The percentile of every cluster by itself, [clusters]; NaN where it has no value."""
         return self.resampled(np.eye(self.clusters))
 
     def resampled(self, draws: Column) -> Column:
@@ -38,9 +38,9 @@ class Percentile:
         is in it. One resample after the other: a table of [replicates x values] would not fit into memory."""
         order = np.argsort(self.values, kind="stable")
         values, cluster = self.values[order].astype(np.float64), self.cluster[order]
-        found = np.full(len(draws), np.nan)
+        percentiles = np.full(len(draws), np.nan)
         for number, drawn in enumerate(draws):
             reached = np.cumsum(drawn[cluster])
             if len(reached) and reached[-1]:
-                found[number] = values[np.searchsorted(reached, self.share * reached[-1] - DUST)]
-        return found
+                percentiles[number] = values[np.searchsorted(reached, self.share * reached[-1] - DUST)]
+        return percentiles

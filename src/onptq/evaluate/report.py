@@ -136,7 +136,7 @@ def _on_seeds(report: Report) -> Iterator[str]:
 
 
 def caveats(items: Mapping[str, int], prompts: int) -> list[str]:
-    """What is to be said where there are too few `items` in a task, or `prompts`."""
+    """Sentences on tasks with too few `items`, and on too few `prompts`."""
     clusters = {"items in a task": min(items.values(), default=0), "prompts": prompts}
     few = [f"{count} {what}" for what, count in clusters.items() if 0 < count < FEW]
     if not few:
@@ -214,7 +214,7 @@ def _percentiles(report: Report) -> ReportTable:
 
 
 def _figures(report: Report, title: str, columns: Sequence[str], note: str) -> ReportTable:
-    """Of the columns those of which something was measured, with the models of which something was."""
+    """The columns in which something was measured, with the models that have such a figure."""
     shown = [name for name in columns if any(name in model.figures for model in report.models.values())]
     names = report.labels
     header = ["", *(names[name].name + (" %" if names[name].percent else "") for name in shown)]

@@ -70,7 +70,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Change:
-    """How one model's answers differ from the dense model's, item by item."""
+    """The differences of one model's answers from the dense model's, item by item."""
 
     flips: Mapping[str, Flips]  # by task, of the tasks whose answers are right or wrong
     changed: Mapping[str, float]  # by task, the share of answers with another text

@@ -1,4 +1,4 @@
-"""What all candidates of a comparison share: the dense model, one scheme at a time, and everything encoded once."""
+"""A comparison in progress: the dense model, one scheme at a time, and everything encoded once for all candidates."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Session:
         return encoded[: len(used)], encoded[len(used) :]
 
     def inputs(self, recipe: Recipe, run: Run) -> Inputs:
-        """What rounds by `recipe` work on; what D computed of it serves every candidate with prompts of the same number."""
+        """The inputs of rounds by `recipe`; D's caches serve every candidate with as many prompts."""
         policy = self.policy(Scheme.parse(recipe.scheme))
         prompts, held_out = self.calibration_prompts(recipe)
         sizes = recipe.follow.max_tokens, recipe.compute.batch_tokens, recipe.calibrate.micro_batch

@@ -28,7 +28,7 @@ Column = NDArray[Any]
 
 @dataclass(frozen=True)
 class Part:
-    """What the clusters of one stratum contribute: a measure is the sum of the numerators over that of the denominators."""
+    """The clusters of one stratum: a measure is the sum of the numerators over that of the denominators."""
 
     stratum: str
     numerator: Column  # [clusters]
@@ -56,7 +56,7 @@ class Seeded:
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and its percentile interval; None where nothing can be said."""
+    """An estimate and its percentile interval; None where the data do not give one."""
 
     value: float | None
     low: float | None = None
@@ -134,8 +134,8 @@ class Resampler:
         return self._known[measure]
 
     def _sum(self, part: Part, column: Column) -> Column:
-        found: Column = self._draws(part.stratum, len(column)) @ column.astype(np.float64)
-        return found
+        sums: Column = self._draws(part.stratum, len(column)) @ column.astype(np.float64)
+        return sums
 
     def _draws(self, stratum: str, clusters: int) -> Column:
         """[replicates, clusters]: how often each cluster is in each resample."""

@@ -14,7 +14,7 @@ from onptq.evaluate.answers import Answer, read_answers
 from onptq.evaluate.asked import Asked, write_asked
 from onptq.evaluate.candidates import DENSE, folder_name
 from onptq.evaluate.critical import Margins
-from onptq.evaluate.details import keeps
+from onptq.evaluate.details import OFF, keeps
 from onptq.evaluate.summary import Results
 from onptq.evaluate.tasks import Item
 from onptq.evaluate.token_texts import Tokenizer, TokenTexts, ids_in
@@ -27,9 +27,10 @@ ANSWERS, ROLLOUTS, STATES = "answers.parquet", "trajectories.parquet", "states.p
 MISMATCHES = "mismatches.parquet"  # of the states, with their consequence
 DENSE_PATH = "dense_path.parquet"  # states on the dense model's responses
 DETAILS = "details.parquet"  # of single states: the likeliest tokens, and the futures of mismatches
+ATTRIBUTION = "attribution.json"  # what each linear contributes to the erosion, where theta is known
 MARGINS = "margins.parquet"  # on joint-critical states
 SEEDS = "seeds.json"  # of a candidate with several seeds: the names of all
-PROMPTS, ITEMS = "prompts.parquet", "items.parquet"  # what was asked
+PROMPTS, ITEMS = "prompts.parquet", "items.parquet"  # prompts and items of the comparison
 TOKENS = "tokens.json"  # the texts of all token ids in the other files
 TOKEN_COLUMNS = {  # where these ids are
     ROLLOUTS: ("response",),
@@ -39,7 +40,7 @@ TOKEN_COLUMNS = {  # where these ids are
 
 
 def path_of(name: str, *file: str) -> tuple[str, ...]:
-    """Where a candidate's file is, below the home of the comparison."""
+    """The path of a candidate's file, below the home of the comparison."""
     return "candidates", folder_name(name), *file
 
 
@@ -99,14 +100,14 @@ def write_seeds(run: Run, candidates: Sequence[str]) -> None:
 
 
 def read_seeds(run: Run, complete: Collection[str]) -> dict[str, list[str]]:
-    """By the name of the first, the candidates of which several seeds are complete."""
+    """Groups of candidates of which several seeds are complete, by the name of the first."""
     written = {name: run.read_json(*path_of(name, SEEDS)) for name in complete if run.has(*path_of(name, SEEDS))}
     groups = {name: [one for one in names if one in complete] for name, names in written.items()}
     return {name: names for name, names in groups.items() if len(names) > 1}
 
 
 def read_answers_of(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Answer]]:
-    """By model and item, the answers in the folder of a comparison; models without answers are left out."""
+    """The answers in the folder of a comparison, by model and item; models without answers are left out."""
     answers: dict[str, dict[str, Answer]] = {}
     for name in names:
         parts = (DENSE,) if name == DENSE else path_of(name)
@@ -127,11 +128,17 @@ def is_measured(run: Run, name: str, with_answers: bool, with_states: bool, deta
     if not is_complete(run, name, with_answers, with_states):
         return False
     further = all(run.has(*path_of(name, file)) for file in (MISMATCHES, DENSE_PATH))
+    further = further and not lacks_attribution(run, name, detail)
     return not with_states or (further and keeps(run.file(*path_of(name, DETAILS)), detail))
 
 
+def lacks_attribution(run: Run, name: str, detail: str) -> bool:
+    """Whether erosion is still to be attributed to linears: wanted by the level of detail, and possible, as theta is here."""
+    return detail != OFF and run.has(*path_of(name, THETA)) and not run.has(*path_of(name, ATTRIBUTION))
+
+
 def write_asked_once(run: Run, prompts: Sequence[Prompt], items: Sequence[Item]) -> None:
-    """Commit what is asked; a comparison has the same prompts and items for ever."""
+    """Commit prompts and items; a comparison has the same ones for ever."""
     asked = {PROMPTS: [Asked.of_prompt(one) for one in prompts], ITEMS: [Asked.of_item(one) for one in items]}
     for name, each in asked.items():
         if each and not run.has(name):

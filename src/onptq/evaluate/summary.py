@@ -218,7 +218,7 @@ def _seeded_model(
         "peak_bytes": max(peaks, default=None),
     }
     figures = {key: resampler.estimate(measure) for key, measure in measures.items()}
-    spreads = {key: found for key, measure in measures.items() if (found := spread(measure)) is not None}
+    spreads = {key: value for key, measure in measures.items() if (value := spread(measure)) is not None}
     return ModelReport(cost, figures, seeds=members, spread=spreads)
 
 
@@ -266,7 +266,7 @@ def _pair(
 
 
 def verdict(difference: Interval, label: Label, distinguishable: bool) -> Verdict:
-    """Of the second model: better, worse, different (where neither is better), same (no difference at all) or open (a
+    """The verdict on the second model: better, worse, different (neither is better), same (no difference at all) or open (a
     difference that may be chance)."""
     if difference.value is None or difference.low is None:
         return "unknown"

@@ -45,7 +45,7 @@ def exact(reference: str) -> Callable[[str], Grade]:
 
 
 def items_digest(items: Iterable[Item]) -> str:
-    """SHA-256 over what is asked and expected, in order."""
+    """SHA-256 over questions and expected answers, in order."""
     digest = hashlib.sha256()
     for item in items:
         fields = [item.id, item.task, manifest_digest([item.prompt]), item.reference, item.max_tokens, item.measure]

@@ -63,6 +63,6 @@ def divided(x, by):
 
 @triton.jit
 def rows_here(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of this program: its rows, which of them exist, where they start in memory, and the columns of its first tile."""
+    """This program's rows, which of them exist, where they start in memory, and the columns of its first tile."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return row, row < rows, row.to(tl.int64)[:, None] * width, tl.arange(0, COLUMNS)[None, :]

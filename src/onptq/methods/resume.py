@@ -39,7 +39,7 @@ class RunStore:
 
     @property
     def finished(self) -> int:
-        """How many blocks are finished."""
+        """The number of finished blocks."""
         return len(list(self.folder.glob("[0-9]*.safetensors")))
 
     def read(self, block: int) -> Theta | None:

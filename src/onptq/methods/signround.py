@@ -90,7 +90,7 @@ def _streams(policy: Policy, sequences: Sequence[EncodedPrompt]) -> list[Stream]
     return [Stream(policy, ordered[first : first + BATCH]) for first in range(0, len(ordered), BATCH)]
 
 
-def looks(steps: int) -> list[int]:
+def evaluated_steps(steps: int) -> list[int]:
     """The steps after which the error over all prompts is evaluated: the last, and others before it, when rates are small."""
     return list(range(steps, 0, -max(1, steps // INTERVALS)))[:EVALUATIONS]
 
@@ -112,7 +112,7 @@ class _Learner:
             linears.append(Learned(ratio.clone(), torch.zeros(weight.shape, device=weight.device)))
         self.theta.linears.update(zip(self.paths, linears, strict=True))
         learned = [linear.offset for linear in linears] + [linear.ratio for linear in linears]
-        evaluated = looks(steps)
+        evaluated = evaluated_steps(steps)
         order = torch.Generator().manual_seed(self.block.index)
         for step in range(steps):
             if step % len(self.streams) == 0:

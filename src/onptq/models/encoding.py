@@ -168,7 +168,7 @@ def _decoder_arguments(model: nn.Module, structure: Structure, tensors: Mapping[
 
 
 def _chunks(inputs: Iterable[ModelInputs]) -> Iterator[list[ModelInputs]]:
-    """As many prompts as CHUNK_PROMPTS and CHUNK_ROWS allow, but at least one: memory stays bounded for big images."""
+    """Chunks of at most CHUNK_PROMPTS prompts and CHUNK_ROWS rows, or of one prompt: memory stays bounded for big images."""
     chunk: list[ModelInputs] = []
     tokens = media = 0  # of the longest prompt, and of all
     for one in inputs:

@@ -1,1 +1,1 @@
-"""What a run will do and cost, said before it starts: from config.json, safetensors headers and this machine."""
+"""The plan of a run before it starts, from config.json, safetensors headers and this machine."""

@@ -118,7 +118,7 @@ class Memory:
         return self.shapes.largest * (self.compute if self.on_gpu else TEMPORARIES * WIDE)
 
     def graph(self, tokens: int, keys: int, blocks: int, settled: bool) -> Terms:
-        """What the backward pass of `blocks` needs: rounded weights, without a kernel also what they were made of, and
+        """The graph of a backward pass of `blocks`: rounded weights, without a kernel also what they were made of, and
         the inputs of every operation, those of linears rounded too."""
         shapes, linear = self.shapes, 2 if self.scheme.quantizes_activations else 1
         weight = self.compute * (2 if settled and self.scheme.group_size else 1)
@@ -131,7 +131,7 @@ class Memory:
         }
 
     def logits(self, states: int) -> int:
-        """Those of both models, in chunks."""
+        """Logits of both models, in chunks."""
         return TEMPORARIES * min(LOGIT_BYTES, 2 * states * self.shapes.vocabulary * WIDE)
 
     def load(self) -> Terms:

@@ -1,4 +1,4 @@
-"""What a run quantizes and what it copies: from config.json and safetensors headers; no weight is read."""
+"""The parts of a checkpoint that a run quantizes or copies, by config.json and safetensors headers; no weight is read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the decoder is and what becomes of every tensor."""
+    """The decoder's place, and the parts that are quantized or copied."""
 
     decoder: Decoder
     parts: tuple[Part, ...]

@@ -57,7 +57,7 @@ def run_phases(memory: Memory) -> Iterator[Phase]:
 
 
 def refuse_too_large(phases: Sequence[Phase], machine: Machine) -> Iterator[str]:
-    """For GPU and host, why the largest phase does not fit."""
+    """The reasons why the largest phase does not fit, for GPU and host."""
     for what, free, side in _sides(machine):
         worst = max(phases, key=lambda phase: sum(side(phase).values()))
         needed = sum(side(worst).values())

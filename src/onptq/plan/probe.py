@@ -49,7 +49,7 @@ def probe_rates(
 
 
 def _paces(policy: Policy, keep: Held, settled: bool) -> Iterator[Pace]:
-    """Those of `Rates`, in its order."""
+    """The paces of `Rates`, in its order."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     with policy.speaking("D"):
         yield _pace(policy, _forward)

@@ -39,7 +39,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a device runs a block of the model, and its head."""
+    """Paces of a device for a block of the model, and for its head."""
 
     dense: Pace  # D
     quantized: Pace  # Q, frozen
@@ -117,7 +117,10 @@ class Seconds:
             seconds += self.decoder(rates.dense, every, work.init_prompts)
             seconds += self.decoder(rates.rounding, tried * min(SAMPLE_TOKENS, every), tried) / LEARNING
         if work.start_rounds:
-            steps, passes = work.start_steps, work.start_looks + 2  # hidden states of D and of Q for the next block
+            steps, passes = (
+                work.start_steps,
+                work.start_evaluations + 2,
+            )  # hidden states of D and of Q for the next block
             seconds += self.decoder(rates.rounding, steps * work.start_rows * work.answered, steps)
             seconds += (
                 self.decoder(rates.rounding, passes * every, passes * work.init_prompts / work.start_rows) / LEARNING

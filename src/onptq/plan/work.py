@@ -1,4 +1,4 @@
-"""How much a recipe asks of a model: prompts, tokens, batches, rounds. Every assumption about data is here."""
+"""The work of a recipe: prompts, tokens, batches, rounds. Every assumption about data is here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INIT_EVALUATIONS = 4  # of each block's error over all prompts, where an init le
 
 @dataclass(frozen=True)
 class Work:
-    """What a recipe does with so many prompts; their tokens are averages."""
+    """The work of a recipe on so many prompts; their tokens are averages."""
 
     prompts: int
     holdout: int
@@ -86,7 +86,7 @@ class Work:
         return STEPS if self.recipe.init_steps is None else self.recipe.init_steps
 
     @property
-    def start_looks(self) -> int:
+    def start_evaluations(self) -> int:
         """Evaluations of each block's error over all prompts."""
         return min(INIT_EVALUATIONS, 1 + self.start_steps)
 
@@ -97,13 +97,13 @@ class Work:
 
     @property
     def banks(self) -> int:
-        """How often Follow, Compare and Branch run over the calibration prompts."""
+        """The number of passes of Follow, Compare and Branch over the calibration prompts."""
         rounds = self.recipe.rounds
         return rounds if self.recipe.refresh else min(rounds, 1)
 
     @property
     def held_out_passes(self) -> int:
-        """How often the held-out prompts are followed: before every round, at the end, and under plain rounding."""
+        """The number of passes over held-out prompts: before every round, at the end, and under plain rounding."""
         return self.recipe.rounds + 1 + (self.recipe.method != "rtn")
 
     @property

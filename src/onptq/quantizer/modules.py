@@ -90,7 +90,7 @@ class QuantLinear(nn.Module):
                 raise RuntimeError(NO_THETA)
 
     def unrounded(self, x: Tensor, theta: Theta) -> Tensor:
-        """What Q would give for `x` if it rounded neither `x` nor the weight."""
+        """Q's output for `x` if it rounded neither `x` nor the weight."""
         dtype, bias = self.weight.dtype, self._bias(theta)
         return F.linear(x, self._smoothed(theta).to(dtype), None if bias is None else bias.to(dtype))
 

@@ -111,7 +111,7 @@ class Theta:
 
     @property
     def version(self) -> int:
-        """How often its tensors were written to in place."""
+        """The number of in-place writes to its tensors."""
         return sum(tensor._version for tensor in self._named().values())
 
     @torch.no_grad()

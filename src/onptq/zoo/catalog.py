@@ -106,7 +106,7 @@ def export(name: str, out: Path) -> None:
 
 
 def describe(name: str) -> Status:
-    """The status of a model, found without deriving it."""
+    """The status of a model, without deriving it."""
     entry = _require(name)
     try:
         derivation = _derivation(name)

@@ -41,7 +41,7 @@ and the linears that read them are divided. Dense outputs are the same to the la
 
 @dataclass(frozen=True)
 class Outliers:
-    """For every block: producer of the channels -> channel -> factor."""
+    """Factors of every block, by producer of the channels and channel."""
 
     blocks: tuple[Mapping[str, Mapping[int, int]], ...]
 

@@ -42,7 +42,7 @@ KINDS = ("mix", "captions")  # of embedded prompts
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, how it is measured, and how many items the test split has."""
+    """A kind of question, its measure, and the size of its test split."""
 
     make: Callable[[Random, str, int], Item]  # random, split, pixels
     says: str
@@ -134,7 +134,7 @@ def _speech(rng: Random, split: str, side: int) -> Item:
 
 
 def word_errors(reference: str, transcript: str) -> Grade:
-    """Words inserted, deleted or replaced, of those that were said."""
+    """Words inserted, deleted or replaced, out of the spoken ones."""
     from jiwer import process_words
 
     counts = process_words(reference, " ".join(transcript.lower().replace(".", " ").split()))
