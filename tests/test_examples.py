@@ -75,7 +75,10 @@ def test_two_checkpoints_are_compared(quantized: tuple[Path, str], manifest: Pat
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert list(report["models"]) == ["dense", "first", "second"]
     assert "- second against first: " in done.stdout
-    assert done.stdout.splitlines()[-1] == f"Report: {tmp_path / 'out' / 'report.md'}"
+    assert done.stdout.splitlines()[-2:] == [
+        f"Report: {tmp_path / 'out' / 'report.md'}",
+        f"Page: {tmp_path / 'out' / 'page.html'}",
+    ]
 
 
 def test_too_few_arguments_are_answered_with_the_usage() -> None:
