@@ -1,7 +1,7 @@
 /** Both answers side by side, with the place where they part. */
 
 import type { Answer, Page, States } from "./contract";
-import { type Example, tokensOf } from "./examples";
+import { type Example, isKept, tokensOf } from "./examples";
 import { number } from "./format";
 import { common, visible } from "./text";
 import { Legend, Tokens } from "./tokens";
@@ -27,7 +27,11 @@ export function Answers({ page, one, states, at, scale, onToken }: Given) {
         <h4>
           Dense <Grade answer={dense} />
         </h4>
-        <Prose parts={parts?.dense ?? [visible(dense.text), "", ""]} />
+        {isKept(dense) ? (
+          <Prose parts={parts?.dense ?? [visible(dense.text), "", ""]} />
+        ) : (
+          <p class="prose none">Not kept. Up to the first fork both models say the same.</p>
+        )}
       </section>
       <section class="answer quantized" aria-label="Answer of the quantized model">
         <h4>

@@ -96,7 +96,7 @@ export function App({ page }: { page: Page }) {
       />
       <main>
         <Overview page={page} candidate={candidate} theme={theme} cell={view.filters.cell} onCell={showCell} />
-        {page.candidates.length > 1 && (
+        {page.candidates.filter((one) => !one.aside).length > 1 && (
           <Comparison
             page={page}
             current={candidate}

@@ -16,10 +16,11 @@ interface Given {
 
 export function Comparison({ page, current, onCandidate }: Given) {
   const [whole, setWhole] = useState(false);
-  const every = measuresOf(page, page.candidates);
+  const beside = page.candidates.filter((one) => !one.aside);
+  const every = measuresOf(page, beside);
   const most = telling(every);
   const names = whole ? every : most;
-  const sized = page.candidates.some((one) => one.size_bytes !== null);
+  const sized = beside.some((one) => one.size_bytes !== null);
   return (
     <section class="comparison" aria-labelledby="comparison-title">
       <h2 id="comparison-title">Candidates side by side</h2>
@@ -37,7 +38,7 @@ export function Comparison({ page, current, onCandidate }: Given) {
             </tr>
           </thead>
           <tbody>
-            {page.candidates.map((one) => (
+            {beside.map((one) => (
               <tr key={one.name} class={one === current ? "current" : ""}>
                 <th scope="row">
                   <button

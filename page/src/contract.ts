@@ -129,6 +129,7 @@ export interface Candidate {
   answers: (Answer | null)[];
   responses: (Response | null)[];
   plots: Plot[];
+  aside: boolean;
 }
 
 export interface Page {

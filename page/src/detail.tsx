@@ -55,7 +55,7 @@ export function Detail({ page, candidate, one, token, onToken }: Given) {
       <QuestionView key={one.key} page={page} question={one.question} />
       <Answers page={page} one={one} states={states} at={at} scale={scale} onToken={onToken} />
       {states && <Inspector page={page} states={states} tokens={tokensOf(one)} at={at} onToken={onToken} />}
-      {page.candidates.length > 1 && <Others key={`others ${one.key}`} page={page} candidate={candidate} one={one} />}
+      {!candidate.aside && <Others key={`others ${one.key}`} page={page} candidate={candidate} one={one} />}
     </article>
   );
 }
@@ -63,7 +63,8 @@ export function Detail({ page, candidate, one, token, onToken }: Given) {
 /** What the other candidates answered. */
 function Others({ page, candidate, one }: { page: Page; candidate: Candidate; one: Example }) {
   const [open, setOpen] = useState(false);
-  const others = page.candidates.filter((other) => other !== candidate);
+  const others = page.candidates.filter((other) => other !== candidate && !other.aside);
+  if (others.length === 0) return null;
   return (
     <details class="others" onToggle={(event) => setOpen((event.currentTarget as HTMLDetailsElement).open)}>
       <summary>What the other candidates answer</summary>

@@ -53,7 +53,7 @@ export const NO_FILTERS: Filters = { query: "", set: "all", task: "", holds: "",
 export const SORTS = { worst: "worst first", risk: "highest risk", fork: "earliest fork", id: "as given" } as const;
 export type Sort = keyof typeof SORTS;
 
-/** Every prompt, then every item; a prompt and an item of one id are one example. */
+/** Every prompt that was answered, then every item; a prompt and an item of one id are one example. */
 export function examplesOf(page: Page, candidate: Candidate): Example[] {
   const cells = cellsOf(candidate);
   const items = new Map(page.items.map((question, at) => [question.id, at]));
@@ -64,7 +64,13 @@ export function examplesOf(page: Page, candidate: Candidate): Example[] {
     return example(page, candidate, at, item, cells);
   });
   const rest = [...page.items.keys()].filter((at) => !joined.has(at));
-  return distinct([...prompts, ...rest.map((at) => example(page, candidate, null, at, cells))]);
+  const all = [...prompts, ...rest.map((at) => example(page, candidate, null, at, cells))];
+  return distinct(all.filter((one) => one.answer !== null || isKept(one.dense)));
+}
+
+/** Whether anybody kept the answer, be it an empty one. */
+export function isKept(answer: Answer): boolean {
+  return answer.text !== "" || answer.tokens !== null || answer.score !== null;
 }
 
 /** The examples with keys that lead to one example each, should an id occur twice. */

@@ -17,6 +17,12 @@ interface Given {
 const THEME_SIGN: Record<Theme, string> = { system: "auto", light: "light", dark: "dark" };
 
 export function Header({ page, candidate, theme, onCandidate, onTheme, onHelp, onCopy }: Given) {
+  const aside = page.candidates.filter((one) => one.aside);
+  const choice = (one: Candidate) => (
+    <option key={one.name} value={one.name}>
+      {visible(one.title)}
+    </option>
+  );
   return (
     <header class="topbar">
       <h1 title={visible(page.title)}>{visible(page.title)}</h1>
@@ -27,11 +33,8 @@ export function Header({ page, candidate, theme, onCandidate, onTheme, onHelp, o
           value={candidate.name}
           onChange={(event) => onCandidate(event.currentTarget.value)}
         >
-          {page.candidates.map((one) => (
-            <option key={one.name} value={one.name}>
-              {visible(one.title)}
-            </option>
-          ))}
+          {page.candidates.filter((one) => !one.aside).map(choice)}
+          {aside.length > 0 && <optgroup label="Calibration prompts">{aside.map(choice)}</optgroup>}
         </select>
       )}
       <div class="tools">

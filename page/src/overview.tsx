@@ -41,6 +41,7 @@ export function Overview({ page, candidate, theme, cell, onCell }: Given) {
 function Facts({ page, candidate }: { page: Page; candidate: Candidate }) {
   const size = candidate.size_bytes;
   const whole = page.dense_bytes;
+  const prompts = candidate.responses.filter((one) => one !== null).length;
   return (
     <p class="facts">
       {candidate.scheme && (
@@ -57,12 +58,12 @@ function Facts({ page, candidate }: { page: Page; candidate: Candidate }) {
       <span>
         Against <b>{visible(page.dense)}</b>
       </span>
-      {page.prompts.length > 0 && (
+      {prompts > 0 && (
         <span>
-          <b>{page.prompts.length}</b> prompts
+          <b>{prompts}</b> prompts
         </span>
       )}
-      {page.items.length > 0 && (
+      {page.items.length > 0 && candidate.answers.length > 0 && (
         <span>
           <b>{page.items.length}</b> graded items
         </span>
@@ -71,33 +72,49 @@ function Facts({ page, candidate }: { page: Page; candidate: Candidate }) {
   );
 }
 
+/** What servers make of the checkpoint: those that serve it as it is, and on demand the others. */
 function ServedTable({ served }: { served: Served[] }) {
-  const commands = served.some((one) => one.command !== "");
+  const asIs = served.filter((one) => one.command !== "");
+  const others = served.filter((one) => one.command === "");
   return (
     <div class="served">
       <h3>What servers compute</h3>
-      <Scrolls label="What servers compute">
-        <table>
-          <thead>
-            <tr>
-              <th scope="col">Server</th>
-              <th scope="col">GPU</th>
-              <th scope="col">Computes</th>
-              {commands && <th scope="col">Command</th>}
-            </tr>
-          </thead>
-          <tbody>
-            {served.map((one, at) => (
-              <tr key={at}>
-                <th scope="row">{visible(one.server)}</th>
-                <td>{visible(one.gpu)}</td>
-                <td>{visible(one.computes)}</td>
-                {commands && <td>{one.command && <code title={label(one.command)}>{visible(one.command)}</code>}</td>}
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </Scrolls>
+      {asIs.length > 0 && <ServedRows served={asIs} />}
+      {others.length > 0 && asIs.length === 0 && <ServedRows served={others} />}
+      {others.length > 0 && asIs.length > 0 && (
+        <details>
+          <summary>{others.length} more: other servers, and without the option</summary>
+          <ServedRows served={others} />
+        </details>
+      )}
     </div>
+  );
+}
+
+function ServedRows({ served }: { served: Served[] }) {
+  const commands = served.some((one) => one.command !== "");
+  return (
+    <Scrolls label="What servers compute">
+      <table>
+        <thead>
+          <tr>
+            <th scope="col">Server</th>
+            <th scope="col">GPU</th>
+            <th scope="col">Computes</th>
+            {commands && <th scope="col">Command</th>}
+          </tr>
+        </thead>
+        <tbody>
+          {served.map((one, at) => (
+            <tr key={at}>
+              <th scope="row">{visible(one.server)}</th>
+              <td>{visible(one.gpu)}</td>
+              <td>{visible(one.computes)}</td>
+              {commands && <td>{one.command && <code title={label(one.command)}>{visible(one.command)}</code>}</td>}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </Scrolls>
   );
 }

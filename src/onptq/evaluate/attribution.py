@@ -17,13 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from onptq.bank import States, Trajectory
+from onptq.engine.memory import free_memory
 from onptq.engine.prefixes import whole_prompts
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.quantizer.modules import QuantLinear
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 
-RESPONSES = 32  # those with the largest erosion; more would say little more
+RESPONSES = 16  # those with the largest erosion; more would say little more
+SPARE = 2  # of the free memory, one part in so many may be taken
+KEPT = 4  # values per input and output of a linear: those that backward reads, its error, and what is made on the way
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,17 @@ def margin_losses(
     responses: int = RESPONSES,
     advance: Callable[[int], None] = lambda responses: None,
 ) -> MarginLosses:
-    """What each linear contributes to the erosion of the candidate states; Q of the policy is frozen at `theta`."""
+    """The share of each linear in the erosion of the candidate states; Q of the policy is frozen at `theta`.
+
+    Responses that are too long for the memory that is free are left out.
+    """
     by_prompt = {prompt.ordinal: prompt for prompt in prompts}
     tokens = {trajectory.prompt: trajectory.tokens for trajectory in trajectories}
     candidates = states.take(np.flatnonzero(states.candidates))
     rows = candidates.rows_by_prompt()
-    worst = sorted(rows, key=lambda ordinal: (-float(candidates.erosion[rows[ordinal]].sum()), ordinal))[:responses]
+    longest = free_memory(policy.device) // (SPARE * _bytes_per_token(policy))
+    fitting = [one for one in rows if by_prompt[one].length + len(tokens[one]) <= longest]
+    worst = sorted(fitting, key=lambda ordinal: (-float(candidates.erosion[rows[ordinal]].sum()), ordinal))[:responses]
     total: dict[str, float] = {}
     for ordinal in worst:
         here = candidates.take(rows[ordinal])
@@ -66,6 +74,12 @@ def margin_losses(
     linears = [module for module in policy.wrapped if isinstance(module, QuantLinear)]
     shares = tuple((one.block.index, one.name, total.get(one.path, 0.0) / count) for one in linears)
     return MarginLosses(len(chosen), float((chosen.margin_dense - chosen.margin_quant).sum()) / count, shares)
+
+
+def _bytes_per_token(policy: Policy) -> int:
+    """The memory that a forward pass with gradients holds for one token."""
+    linears = (module.weight for module in policy.wrapped if isinstance(module, QuantLinear))
+    return sum(KEPT * sum(weight.shape) * weight.element_size() for weight in linears)
 
 
 def _losses(

@@ -12,7 +12,6 @@ import yaml
 
 from onptq.bank import States as Bank
 from onptq.bank import Trajectory
-from onptq.checkpoint.serving import VLLM, serve_command, serving
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer as Graded
 from onptq.evaluate.asked import Asked, read_asked
@@ -24,6 +23,7 @@ from onptq.evaluate.model_card import init_kept
 from onptq.evaluate.report import caveats
 from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.store import (
+    ATTRIBUTION,
     DETAILS,
     IDENTITY,
     ITEMS,
@@ -43,20 +43,20 @@ from onptq.page.contract import (
     Page,
     Question,
     Response,
-    Served,
     States,
 )
+from onptq.page.linear_plot import erosion_by_linear
 from onptq.page.media import Album
+from onptq.page.provenance import how_made, served_by
 from onptq.page.responses import Details, respond, spoken
 from onptq.page.verdict import flips_of, verdict
 from onptq.recipe import Recipe
-from onptq.registry import METHODS
 from onptq.run import HOME, RECORD, Run
-from onptq.schemes import Scheme
 from onptq.version import __version__
 
 WORDS = "word errors"  # a measure of items of which less is better
 UNITS = {"kl": "nats", "js": "nats", "erosion": "logits", "first_fork": "tokens", "critical_erosion": "logits"}
+COSTS = {"seconds": Measure("time to make it", "s", True), "peak": Measure("peak memory", "GB", True)}
 BADNESS = {"content": 3.0, "clear": 2.0, "reworded": 1.0, "same": 0.0}
 NOTES = (
     f"An answer parts where the dense model was sure if that model's own margin between the two tokens was at least {NEAR_TIE} "
@@ -78,6 +78,7 @@ class Files:
     items: Sequence[Asked]
     texts: TokenTexts
     details: Mapping[str, Details]
+    attributions: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def read(cls, folder: Path) -> Files:
@@ -95,17 +96,22 @@ class Files:
                 "`onptq compare` adds what is missing, and measures nothing twice"
             )
         results = read_results(run, bool(report["items"]), bool(report["prompts"]))
-        candidates = [name for name in results if name != DENSE]
+        read = {name: read_json(run.file(*path_of(name, IDENTITY))) for name in results if name != DENSE}
+        candidates = sorted(
+            read, key=lambda name: "theta" not in read[name]
+        )  # first the run that the others are held against
         details = {name: run.file(*path_of(name, DETAILS)) for name in candidates}
+        attributions = {name: run.file(*path_of(name, ATTRIBUTION)) for name in candidates}
         return cls(
             folder,
             report,
             results,
-            {name: read_json(run.file(*path_of(name, IDENTITY))) for name in candidates},
+            {name: read[name] for name in candidates},
             read_asked(run.file(PROMPTS)) if report["prompts"] else (),
             read_asked(run.file(ITEMS)) if report["items"] else (),
             TokenTexts.read(run.file(TOKENS)),
             {name: read_details(file) for name, file in details.items() if file.is_file()},
+            {name: read_json(file) for name, file in attributions.items() if file.is_file()},
         )
 
 
@@ -118,7 +124,7 @@ def collect(folder: Path) -> Page:
     said = {one.prompt: one for one in dense.responses or ()}
     items = [_item(one, dense.answers) for one in files.items]
     bare = [_prompt(one, said[one.ordinal], files) for one in files.prompts]
-    candidates = [_candidate(name, files, bare, items, said, resampler) for name in files.results if name != DENSE]
+    candidates = [_candidate(name, files, bare, items, said, resampler) for name in files.identities]
     album = Album()
     prompts = [
         replace(one, turns=album.turns(asked, _badness_of_prompt(place, candidates)))
@@ -141,7 +147,7 @@ def collect(folder: Path) -> Page:
         items=items,
         media=album.media(),
         tokens={token: files.texts.shown(token) for token in ids_of(prompts, candidates)},
-        measures=measures_of(report),
+        measures=measures_of(report) | COSTS,
         notes=[*NOTES, *caveats(tasks, len(prompts))],
         dense_bytes=dense.cost.get("checkpoint_bytes"),
         version=__version__,
@@ -168,38 +174,6 @@ def ids_of(prompts: Iterable[Question], candidates: Iterable[Candidate]) -> list
     return sorted(found)
 
 
-def served_by(scheme: str | None) -> list[Served]:
-    """What servers make of a checkpoint of the scheme."""
-    return [
-        Served(
-            row.server,
-            row.hardware,
-            {"refuses": "nothing", "doubtful": "unknown"}.get(row.verdict, row.computes)
-            + (f", not {scheme}" if row.verdict == "differs" else "")
-            + (f" ({row.note})" if row.note else ""),
-            serve_command("DIR", row.switch) if row.server == VLLM and row.verdict == "serves" else "",
-        )
-        for row in (serving(Scheme.parse(scheme)) if scheme else ())
-    ]
-
-
-def how_made(identity: Mapping[str, Any]) -> str:
-    """What was quantized and how, in a sentence, from the record of a candidate."""
-    if "scheme" not in identity:
-        return "A checkpoint that was made elsewhere."
-    scheme = Scheme.parse(identity["scheme"])
-    bits = f"weights in {scheme.weight_bits} bits"
-    bits += f" by groups of {scheme.group_size}" if scheme.group_size is not None else ""
-    bits += (
-        f", activations in {scheme.activation_bits}" if scheme.quantizes_activations else ", activations as they were"
-    )
-    recipe, method = identity.get("recipe"), identity.get("method")
-    if recipe is not None:
-        rounds = "one round" if recipe["rounds"] == 1 else f"{recipe['rounds']} rounds"
-        return f"Decoder {bits}: {METHODS.label(recipe['init'])}, then {rounds} of {method}."
-    return f"Decoder {bits}: {METHODS.label(method)}." if method else f"Decoder {bits}, by a finished run."
-
-
 def _candidate(
     name: str,
     files: Files,
@@ -218,21 +192,33 @@ def _candidate(
         for prompt, one in zip(prompts, responses, strict=True)
     ]
     flips = flips_of(items, answers, resampler)
-    figures = _model(files.report, name).get("figures", {})
+    figures = {
+        key: Figure(one["value"], one["low"], one["high"])
+        for key, one in _model(files.report, name).get("figures", {}).items()
+    }
     scheme = identity.get("scheme")
+    plot = erosion_by_linear(files.attributions[name]) if name in files.attributions else None
     return Candidate(
         name,
         shown(name) if scheme else name,
         how_made(identity),
         verdict(responses, flips, resampler),
-        {key: Figure(one["value"], one["low"], one["high"]) for key, one in figures.items()},
+        figures | _costs(result.cost),
         scheme,
         result.cost.get("checkpoint_bytes"),
         served_by(scheme),
         flips,
         answers,
         responses,
+        () if plot is None else (plot,),
     )
+
+
+def _costs(cost: Mapping[str, Any]) -> dict[str, Figure]:
+    """Seconds and peak memory of the candidate's calibration, where it was made here."""
+    peak = cost.get("peak_bytes")
+    found = {"seconds": cost.get("seconds"), "peak": None if peak is None else peak / 1e9}
+    return {name: Figure(value) for name, value in found.items() if value is not None}
 
 
 def _identity(name: str, files: Files) -> Mapping[str, Any]:

@@ -182,6 +182,7 @@ class Candidate:
     answers: Sequence[Answer | None] = ()  # one for every item
     responses: Sequence[Response | None] = ()  # one for every prompt
     plots: Sequence[Plot] = ()
+    aside: bool = False  # it answers other prompts than the other candidates do, and is no match for them
 
 
 @dataclass(frozen=True)

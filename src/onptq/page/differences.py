@@ -77,7 +77,7 @@ class Differences:
 
 def all_differences(page: Page) -> list[Differences]:
     """The changed answers of every candidate, in the page's order."""
-    return [differences(page, candidate) for candidate in page.candidates]
+    return [differences(page, candidate) for candidate in page.candidates if not candidate.aside]
 
 
 def differences(page: Page, candidate: Candidate) -> Differences:

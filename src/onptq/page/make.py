@@ -9,10 +9,10 @@ from pathlib import Path
 from onptq.files import atomically, to_json
 from onptq.page.collect import collect
 from onptq.page.contract import Page
-from onptq.page.places import RECEIPT, Comparison, Place, find, page_of
+from onptq.page.places import RECEIPT, Comparison, Place, checkpoint_of, find, page_of
 from onptq.page.plots import candidate_plots, page_plots, run_plots
 from onptq.page.receipt import receipt
-from onptq.page.rounds import collect_run
+from onptq.page.rounds import collect_run, with_rounds
 from onptq.page.side_by_side import merge
 from onptq.page.write import write_page
 
@@ -33,16 +33,20 @@ def make(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 def gather(places: Sequence[Place]) -> Page:
     """What the page shows, without plots."""
-    pages = [
-        collect(place.folder) if isinstance(place, Comparison) else collect_run(place.folder, place.checkpoint)
-        for place in places
-    ]
+    pages = [_page_of(place, alone=len(places) == 1) for place in places]
     return pages[0] if len(pages) == 1 else merge(pages, places)
+
+
+def _page_of(place: Place, alone: bool) -> Page:
+    if not isinstance(place, Comparison):
+        return collect_run(place.folder, place.checkpoint)
+    page = collect(place.folder)
+    return with_rounds(page, place.run, checkpoint_of(place.run)) if place.run is not None and alone else page
 
 
 def with_plots(page: Page, places: Sequence[Place]) -> Page:
     """The page with all its pictures; those of a run where it is one run's page."""
-    candidates = [replace(one, plots=candidate_plots(one, page)) for one in page.candidates]
+    candidates = [replace(one, plots=[*candidate_plots(one, page), *one.plots]) for one in page.candidates]
     home = _run_of(places[0]) if len(places) == 1 else None
     plots = [*page_plots(page), *(run_plots(home) if home is not None else ())]
     return replace(page, candidates=candidates, plots=plots)

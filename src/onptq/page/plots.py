@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ PHASE = re.compile(r"\w+(?: held-out)?")  # "Follow 1" and "Follow 2" are both F
 
 def page_plots(page: Page) -> list[Plot]:
     """Pictures of all candidates side by side."""
-    return _present(size_against_damage(page), kl_percentiles(page))
+    beside = replace(page, candidates=[one for one in page.candidates if not one.aside])
+    time, memory = costs(beside, "seconds", "Time"), costs(beside, "peak", "Memory")
+    return _present(size_against_damage(beside), kl_percentiles(beside), time, memory)
 
 
 def candidate_plots(candidate: Candidate, page: Page) -> list[Plot]:
@@ -162,6 +165,31 @@ def kl_percentiles(page: Page) -> Plot | None:
     caption = f"The KL that so many percent of all states do not exceed, with 95% intervals.{clipped}"
     body = {"data": values(rows), "height": {"step": ROW_HEIGHT}, "layer": layers}
     return picture("kl-percentiles", "KL percentiles by candidate", caption, body)
+
+
+def costs(page: Page, name: str, what: str) -> Plot | None:
+    """A bar for what it took to make each candidate."""
+    rows = [
+        {"candidate": one.title, "value": figure.value}
+        for one in page.candidates
+        if (figure := one.figures.get(name)) is not None and figure.value is not None
+    ]
+    if len(rows) < 2:
+        return None
+    measure = page.measures[name]
+    title = f"{measure.name}, {measure.unit}"
+    body = {
+        "data": values(rows),
+        "height": {"step": ROW_HEIGHT},
+        "mark": {"type": "bar", "color": BLUE},
+        "encoding": {
+            "y": category("candidate", sort=[visible(one.title) for one in page.candidates], axis={"labelLimit": 160}),
+            "x": quantity("value", title),
+            "tooltip": tips(("candidate", "candidate"), ("value", measure.unit)),
+        },
+    }
+    caption = f"{what} to make each of {len(rows)} candidates here; others were there before."
+    return picture(f"costs-{name}", f"{what} by candidate", caption, body)
 
 
 def loss_terms(steps: Sequence[Mapping[str, Any]]) -> Plot | None:

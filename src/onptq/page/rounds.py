@@ -25,9 +25,10 @@ from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.token_texts import TokenTexts
 from onptq.files import read_json
 from onptq.page.chat import asked_from
-from onptq.page.collect import how_made, ids_of, kinds_of, measures_of, served_by
-from onptq.page.contract import Answer, Candidate, Figure, Kind, Page, Question, Response
-from onptq.page.media import Album
+from onptq.page.collect import ids_of, kinds_of, measures_of
+from onptq.page.contract import Answer, Candidate, Figure, Kind, MessagePart, Page, Question, Response, Turn
+from onptq.page.media import BUDGET, Album
+from onptq.page.provenance import how_made, served_by
 from onptq.page.responses import kinds, respond
 from onptq.page.verdict import verdict
 from onptq.recipe import Recipe
@@ -38,8 +39,10 @@ from onptq.version import __version__
 HELD_OUT_ROLLOUTS = f"holdout_{ROLLOUTS}"
 NOTE = (
     "A run keeps no answers of the dense model. Where an answer leaves them is its first changed decision; up to there both "
-    "models say the same. `onptq quantize --evaluate` and `onptq compare` keep both."
+    "models say the same. `onptq quantize` keeps both for held-out prompts, unless `report.detail` is off."
 )
+ROUND = "round "
+MOST = 8192  # states of a round
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
     placeholders = _placeholders(record["model"]["family"])
     asked = [_asked(row, texts, placeholders) for row in rows]
     size = (summary.get("checkpoint") or {}).get("bytes")
-    candidates = [_candidate(stage, recipe, asked, texts, size) for stage in stages]
+    candidates = [_candidate(stage, recipe, asked, texts, size) for stage in stages] or [_unanswered(recipe, size)]
     album = Album()
     prompts = [
         Question(
@@ -99,6 +102,51 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
         notes=[NOTE, *caveats({}, held_out)],
         version=__version__,
     )
+
+
+def with_rounds(page: Page, home: Path, checkpoint: Path) -> Page:
+    """The page of a comparison, with the calibration prompts of every round of the run whose result it judges.
+
+    These are prompts of their own, to which nobody kept the dense model's answers.
+    """
+    record = yaml.safe_load((home / RECORD).read_text(encoding="utf-8"))
+    file = home / "prompts.parquet"
+    if not (home / SUMMARY).is_file() or not file.is_file():
+        return page
+    recipe = Recipe.model_validate(record["recipe"])
+    stages = [stage for stage in stages_of(home, recipe) if stage.name.startswith(ROUND)]
+    rows = [row for row in pq.read_table(file).to_pylist() if row["role"] == "calibration"]
+    if not stages or not rows:
+        return page
+    texts, placeholders = _texts(checkpoint, rows, stages), _placeholders(record["model"]["family"])
+    asked = [_asked(row, texts, placeholders) for row in rows]
+    rounds = [_candidate(stage, recipe, asked, texts, None) for stage in stages]
+    shown = [place for place in range(len(asked)) if any(one.responses[place] is not None for one in rounds)]
+    album = Album(BUDGET - sum(len(one.src or "") for one in page.media))
+    prompts = [
+        Question(one.id, one.task, kinds_of(one), _behind(page, album.turns(one, _badness(place, rounds))), Answer(""))
+        for place, one in ((place, asked[place]) for place in shown)
+    ]
+    before, behind = [None] * len(page.prompts), [None] * len(prompts)
+    rounds = [replace(one, responses=[*before, *(one.responses[place] for place in shown)]) for one in rounds]
+    left = f", {len(shown)} of them here: those with the highest risk" if len(shown) < len(asked) else ""
+    return replace(
+        page,
+        origin=f"{page.origin}; rounds: {len(asked)} calibration prompts{left}",
+        candidates=[*(replace(one, responses=[*one.responses, *behind]) for one in page.candidates), *rounds],
+        prompts=[*page.prompts, *prompts],
+        media=[*page.media, *album.media()],
+        tokens={token: texts.shown(token) for token in ids_of(prompts, rounds)} | dict(page.tokens),
+    )
+
+
+def _behind(page: Page, turns: Sequence[Turn]) -> list[Turn]:
+    """The turns, their media behind those that the page has."""
+    return [replace(turn, parts=[_shifted(part, len(page.media)) for part in turn.parts]) for turn in turns]
+
+
+def _shifted(part: MessagePart, by: int) -> MessagePart:
+    return part if part.media is None else replace(part, media=part.media + by)
 
 
 def stages_of(home: Path, recipe: Recipe) -> Iterable[Stage]:
@@ -122,7 +170,7 @@ def stages_of(home: Path, recipe: Recipe) -> Iterable[Stage]:
     banks = [Visit.read(one / ROLLOUTS, one / BANK) for one in folders if (one / BANK).is_file()]
     for k, bank in enumerate(banks):
         how = f"The calibration prompts of round {k + 1}, with the states it selected."
-        yield Stage(f"round {k + 1}", how, bank, banks[k + 1 :])
+        yield Stage(f"{ROUND}{k + 1}", how, bank, banks[k + 1 :])
 
 
 def became(visit: Visit, prompt: int, later: Sequence[Visit]) -> list[list[Kind | None]]:
@@ -151,6 +199,9 @@ def _candidate(
     size: int | None,
 ) -> Candidate:
     responses = [_response(stage, one.ordinal, texts) for one in asked]
+    said, is_round = verdict(responses, None, Resampler(recipe.seed)), stage.name.startswith(ROUND)
+    if is_round:
+        responses = _riskiest(responses)
     states = stage.visit.states
     ordinals = sorted(stage.visit.rows)
     responses_there = [stage.visit.trajectories[prompt] for prompt in ordinals]
@@ -164,12 +215,34 @@ def _candidate(
         stage.name,
         stage.name,
         stage.how,
-        verdict(responses, None, resampler),
+        said,
         {name: Figure(one.value, one.low, one.high) for name, one in found.items()},
         recipe.scheme,
         size if is_result else None,
         served_by(recipe.scheme) if is_result else (),
         responses=responses,
+        aside=is_round,
+    )
+
+
+def _riskiest(responses: Sequence[Response | None], most: int = MOST) -> list[Response | None]:
+    """The responses with the riskiest states while they have no more than so many; None for the others."""
+    left, kept = most, set()
+    for place in sorted(range(len(responses)), key=lambda place: -_risk(responses[place])):
+        own = responses[place]
+        count = len(own.states.kind) if own is not None and own.states is not None else 0
+        if count > left:
+            break
+        left -= count
+        kept.add(place)
+    return [one if place in kept else None for place, one in enumerate(responses)]
+
+
+def _unanswered(recipe: Recipe, size: int | None) -> Candidate:
+    """The result of a run that asked nothing."""
+    how = how_made({"scheme": recipe.scheme, "method": recipe.init})
+    return Candidate(
+        "result", "result", how, verdict((), None, Resampler()), {}, recipe.scheme, size, served_by(recipe.scheme)
     )
 
 
@@ -218,5 +291,9 @@ def _media(row: Mapping[str, Any]) -> Source:
 
 
 def _badness(place: int, candidates: Sequence[Candidate]) -> float:
-    responses = [one.responses[place] for one in candidates]
-    return max((max(one.states.risk, default=0.0) for one in responses if one is not None and one.states), default=0.0)
+    return max((_risk(one.responses[place]) for one in candidates), default=0.0)
+
+
+def _risk(response: Response | None) -> float:
+    """The highest risk of its states."""
+    return 0.0 if response is None or response.states is None else max(response.states.risk, default=0.0)

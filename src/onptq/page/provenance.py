@@ -1,0 +1,43 @@
+"""The origin of a candidate and its future: how it was made, and what servers make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from onptq.checkpoint.serving import VLLM, serve_command, serving
+from onptq.page.contract import Served
+from onptq.registry import METHODS
+from onptq.schemes import Scheme
+
+
+def served_by(scheme: str | None) -> list[Served]:
+    """What servers make of a checkpoint of the scheme."""
+    return [
+        Served(
+            row.server,
+            row.hardware,
+            {"refuses": "nothing", "doubtful": "unknown"}.get(row.verdict, row.computes)
+            + (f", not {scheme}" if row.verdict == "differs" else "")
+            + (f" ({row.note})" if row.note else ""),
+            serve_command("DIR", row.switch) if row.server == VLLM and row.verdict == "serves" else "",
+        )
+        for row in (serving(Scheme.parse(scheme)) if scheme else ())
+    ]
+
+
+def how_made(identity: Mapping[str, Any]) -> str:
+    """What was quantized and how, in a sentence, from the record of a candidate."""
+    if "scheme" not in identity:
+        return "A checkpoint that was made elsewhere."
+    scheme = Scheme.parse(identity["scheme"])
+    bits = f"weights in {scheme.weight_bits} bits"
+    bits += f" by groups of {scheme.group_size}" if scheme.group_size is not None else ""
+    bits += (
+        f", activations in {scheme.activation_bits}" if scheme.quantizes_activations else ", activations as they were"
+    )
+    recipe, method = identity.get("recipe"), identity.get("method")
+    if recipe is not None:
+        rounds = "one round" if recipe["rounds"] == 1 else f"{recipe['rounds']} rounds"
+        return f"Decoder {bits}: {METHODS.label(recipe['init'])}, then {rounds} of {method}."
+    return f"Decoder {bits}: {METHODS.label(method)}." if method else f"Decoder {bits}, by a finished run."
