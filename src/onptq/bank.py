@@ -141,7 +141,7 @@ class States:
 
         With a tokenizer, `token_text`, `reference_text` and `competitor_text` follow.
         """
-        pd = _import_pandas()
+        pd = import_pandas()
         columns = {column.name: getattr(self, column.name) for column in fields(self)}
         columns["kind"] = pd.Categorical.from_codes(self.kind, categories=list(KINDS))
         if tokenizer is not None:
@@ -172,7 +172,7 @@ def trajectories_to_pandas(trajectories: Iterable[Trajectory], tokenizer: Tokeni
     }
     if tokenizer is not None:
         columns["response_text"] = [tokenizer.decode(list(row.tokens)) for row in rows]
-    return _import_pandas().DataFrame(columns)
+    return import_pandas().DataFrame(columns)
 
 
 def _load(path: str | Path, round_index: int, name: str, read: Callable[[Path], T]) -> T:
@@ -189,7 +189,7 @@ def _load(path: str | Path, round_index: int, name: str, read: Callable[[Path], 
         raise OnPTQError(f"{file} is no {name} of a run: {error}") from error
 
 
-def _import_pandas() -> Any:
+def import_pandas() -> Any:
     try:
         import pandas
     except ImportError:

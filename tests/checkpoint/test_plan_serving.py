@@ -113,5 +113,5 @@ def test_groups_and_zero_points_are_served_only_where_the_kernel_lists_them() ->
 
 
 def test_what_was_asked_for_plain_rows_is_only_read_for_groups() -> None:
-    assert [row.evidence for row in rows("W4A16", AMPERE)] == ["asked"]
+    assert [row.evidence for row in rows("W4A16", AMPERE)] == ["selected"]
     assert [row.evidence for row in rows("W4A16-g128", AMPERE)] == ["read"]

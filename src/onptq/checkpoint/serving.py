@@ -18,9 +18,9 @@ VLLM, TRANSFORMERS = "vLLM 0.32", "transformers 5.22"
 # another scheme. doubtful: nobody has seen it work. refuses: does not load or does not run.
 Verdict = Literal["serves", "simulates", "differs", "doubtful", "refuses"]
 
-# run: seen on such hardware. asked: the server's own choice of kernel for a 7B shape, which was not run. read: from the
+# run: seen on such hardware. selected: the server's own choice of kernel for a 7B shape, which was not run. read: from the
 # kernel's list of types. documented: the server's documentation says so. untested: none of these.
-Evidence = Literal["run", "asked", "read", "documented", "untested"]
+Evidence = Literal["run", "selected", "read", "documented", "untested"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def _vllm(
 
 
 _W4A16 = (
-    _vllm(AMPERE, "serves", "Marlin", "int4 x 16-bit", "asked"),
-    _vllm(ADA, "serves", "Marlin", "int4 x 16-bit", "asked"),
+    _vllm(AMPERE, "serves", "Marlin", "int4 x 16-bit", "selected"),
+    _vllm(ADA, "serves", "Marlin", "int4 x 16-bit", "selected"),
     _vllm(HOPPER, "serves", "Machete", "int4 x 16-bit", "run", note="H200, vLLM 0.26"),
     _vllm(
         HOPPER,
@@ -79,17 +79,17 @@ _W4A16 = (
         switch=HUMMING,
         note=f"{_RAN}; decodes faster than Machete, and faster still after `onptq tune`",
     ),
-    _vllm(BLACKWELL, "serves", "Marlin", "int4 x 16-bit", "asked", note=_SM100_ONLY),
+    _vllm(BLACKWELL, "serves", "Marlin", "int4 x 16-bit", "selected", note=_SM100_ONLY),
     _vllm(CPU, "serves", "CPUWNA16", "int4 x 16-bit", "read", note=_AVX512),
     _vllm(CPU_AMX, "differs", "CPUWNA16", "int4 x int8", "run", note="quantizes activations that should not be"),
     _vllm(CPU_AMX, "serves", "CPUWNA16", "int4 x 16-bit", "run", switch=NO_INT8),
 )
 
 _W4A8 = (
-    _vllm(AMPERE, "differs", "Marlin", "int4 x 16-bit", "asked", note=_SILENT),
-    _vllm(AMPERE, "serves", "Humming", "int4 x int8", "asked", switch=HUMMING),
-    _vllm(ADA, "differs", "Marlin", "int4 x 16-bit", "asked", note=_SILENT),
-    _vllm(ADA, "serves", "Humming", "int4 x int8", "asked", switch=HUMMING),
+    _vllm(AMPERE, "differs", "Marlin", "int4 x 16-bit", "selected", note=_SILENT),
+    _vllm(AMPERE, "serves", "Humming", "int4 x int8", "selected", switch=HUMMING),
+    _vllm(ADA, "differs", "Marlin", "int4 x 16-bit", "selected", note=_SILENT),
+    _vllm(ADA, "serves", "Humming", "int4 x int8", "selected", switch=HUMMING),
     _vllm(HOPPER, "differs", "Machete", "int4 x 16-bit", "run", note=f"{_SILENT} (H200, vLLM 0.26)"),
     _vllm(
         HOPPER,
@@ -100,13 +100,13 @@ _W4A8 = (
         switch=HUMMING,
         note=f"{_RAN}; {_RIGHT}; VLLM_DISABLED_KERNELS=MacheteLinearKernel has the same effect; {_FASTER}",
     ),
-    _vllm(BLACKWELL, "differs", "Marlin", "int4 x 16-bit", "asked", note=f"{_SILENT}; {_SM100_ONLY}"),
+    _vllm(BLACKWELL, "differs", "Marlin", "int4 x 16-bit", "selected", note=f"{_SILENT}; {_SM100_ONLY}"),
     _vllm(
         BLACKWELL,
         "serves",
         "Humming",
         "int4 x int8",
-        "asked",
+        "selected",
         switch=HUMMING,
         note=f"{_SM100_ONLY}; vLLM 0.32 or later",
     ),
@@ -115,8 +115,8 @@ _W4A8 = (
 )
 
 _W8A8 = (
-    _vllm(AMPERE, "serves", "CutlassInt8", "int8 x int8", "asked"),
-    _vllm(ADA, "serves", "CutlassInt8", "int8 x int8", "asked"),
+    _vllm(AMPERE, "serves", "CutlassInt8", "int8 x int8", "selected"),
+    _vllm(ADA, "serves", "CutlassInt8", "int8 x int8", "selected"),
     _vllm(HOPPER, "serves", "CutlassInt8", "int8 x int8", "run", note="H200, vLLM 0.26"),
     _vllm(
         BLACKWELL,

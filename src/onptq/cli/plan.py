@@ -20,7 +20,7 @@ from onptq.cli.settings import (
     resolve_recipe,
     use_one_thread,
 )
-from onptq.errors import OnPTQError
+from onptq.errors import OnPTQError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +42,7 @@ VERDICTS = {
 }
 EVIDENCE = {
     "run": "seen on such hardware",
-    "asked": "the server's choice of kernel, not run",
+    "selected": "the server's choice of kernel, not run",
     "read": "from the kernel's list of types, not run",
     "documented": "the server's documentation says so",
     "untested": "nobody has tried it",
@@ -145,11 +145,12 @@ def _print(plan: Plan, quiet: bool) -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = WIDTH
-    console.print(plan.verdict, style="bold red" if plan.refusals else "bold green", soft_wrap=True)
+    verdict = printable(plan.verdict, also="\n")
+    console.print(verdict, style="bold red" if plan.refusals else "bold green", soft_wrap=True)
     if quiet:
         return
     for text in plan.warnings:
-        console.print(f"warning: {text}", style="yellow")
+        console.print(f"warning: {printable(text)}", style="yellow")
     if plan.parts is not None:
         _print_parts(console, plan)
     if plan.phases:
@@ -174,7 +175,7 @@ def _print_parts(console: Console, plan: Plan) -> None:
             part.name, f"{part.modules}", f"{part.parameters:,}", size(part.bytes), size(part.output_bytes), becomes
         )
     console.print(table)
-    console.print(f"decoder: {decoder.prefix}layers, {decoder.layers} blocks", style="dim")
+    console.print(f"decoder: {printable(decoder.prefix)}layers, {decoder.layers} blocks", style="dim")
     beside = "" if plan.run_bytes is None else f", and about {size(plan.run_bytes)} of run files beside it"
     console.print(f"written: a checkpoint of {size(parts.output_bytes)}{beside}", style="dim")
 
