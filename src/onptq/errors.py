@@ -10,6 +10,11 @@ class OnPTQError(Exception):
     """Something the user can fix: it says what was wrong, where, what was expected, and the valid values."""
 
 
+def printable(text: str, also: str = "") -> str:
+    """The text with control characters, which steer a terminal, written out, but for those in `also`."""
+    return "".join(letter if letter.isprintable() or letter in also else repr(letter)[1:-1] for letter in text)
+
+
 def did_you_mean(given: str, valid: Iterable[str], likely: Sequence[str] = ()) -> str:
     """The hint " (did you mean X?)" with the `likely` names or else the nearest valid one; empty where none is near."""
     close = likely or difflib.get_close_matches(given, list(valid), n=1, cutoff=0.6)

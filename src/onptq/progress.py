@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from onptq.errors import OnPTQError
+from onptq.errors import OnPTQError, printable
 from onptq.files import to_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 ADVANCE_SECONDS = 1.0  # JSON lines of one phase come no faster than this
+KEPT = "\n\t"  # control characters that may be shown
 BEGUN_SECONDS = 2.0  # after which a log file, where bars appear only at their end, has a line that a phase has begun
 
 
@@ -54,7 +55,7 @@ class QuietReporter:
         pass
 
     def warn(self, text: str) -> None:
-        sys.stderr.write(f"warning: {text}\n")
+        sys.stderr.write(f"warning: {printable(text, also=KEPT)}\n")
 
     def result(self, values: Mapping[str, Any]) -> None:
         pass
@@ -149,10 +150,10 @@ class RichReporter:
                 self._progress = None
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(printable(text, also=KEPT), markup=False)
 
     def warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", markup=False, style="yellow")
+        self._console.print(f"warning: {printable(text, also=KEPT)}", markup=False, style="yellow")
 
     def result(self, values: Mapping[str, Any]) -> None:
         from rich.console import Console
@@ -161,7 +162,7 @@ class RichReporter:
 
         table = Table.grid(padding=(0, 2))
         for name, value in values.items():
-            table.add_row(Text(str(name), style="bold"), Text(str(value), overflow="fold"))
+            table.add_row(Text(str(name), style="bold"), Text(printable(str(value), also=KEPT), overflow="fold"))
         Console(highlight=False).print(table)
 
 

@@ -290,6 +290,8 @@ class Run:
 
     def _withdraw(self) -> None:
         """Delete a run that failed before its first step, so that the corrected command can use the folder."""
+        if not self.home.is_dir():  # somebody else deleted it
+            return
         if not self.resumed and {item.name for item in self.home.iterdir()} <= {RECORD, LOG, LOCK, SUMS}:
             shutil.rmtree(self.home)
             with suppress(OSError):  # not empty: the folder was there before

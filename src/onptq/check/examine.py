@@ -31,7 +31,7 @@ from onptq.check.trial import (
     teacher_forced,
 )
 from onptq.checkpoint.load import load_model
-from onptq.checkpoint.names import matches
+from onptq.checkpoint.names import matches, too_deep
 from onptq.checkpoint.source import Source, open_checkpoint
 from onptq.errors import OnPTQError
 from onptq.models.family import Family
@@ -85,7 +85,9 @@ def examine(
         )
     note("reading files and tensors")
     checks = check_folder(source.folder, None if dense is None else dense.folder)
-    if any(check.name == "tensors" and not check.passed for check in checks):
+    # With too many layers even the tokenizer's loader would not end.
+    deep = too_deep(source.config, len(source.checkpoint.modules)) is not None
+    if deep or any(check.name == "tensors" and not check.passed for check in checks):
         return Examination(source.folder, checks)
     try:
         processor = PromptProcessor.from_folder(source.folder, source.family, source.config)

@@ -33,8 +33,3 @@ def some(names: Iterable[str]) -> str:
     listed = list(names)
     more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
     return ", ".join(listed[:SHOWN]) + more
-
-
-def printable(text: str) -> str:
-    """A text without control characters, which a file could send to the terminal."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
@@ -10,11 +11,17 @@ import typer
 from typer.core import TyperGroup
 
 from onptq.cli import compare, data, diff, inspect, list, plan, quantize, recipe, report, verify, view, zoo
-from onptq.errors import OnPTQError
+from onptq.errors import OnPTQError, printable
 
 GROUP = "onptq.commands"  # entry points by which other packages add commands: a function each, as typer takes it
 ELSEWHERE = {"bench": "onptq-vllm", "tune": "onptq-vllm"}  # the package that has a command
 RESUMED = ("quantize", "compare", "diff")  # the same command goes on where a killed one was
+KEPT = "finished steps are kept, the same command continues the run"
+SCARCE = {  # limits of a machine or a shell
+    errno.EMFILE: "too many open files: raise the limit (`ulimit -n`)",
+    errno.ENFILE: "too many open files on this machine",
+    errno.ENOMEM: "not enough memory",
+}
 
 
 class Commands(TyperGroup):
@@ -40,12 +47,26 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except OnPTQError as error:
-            typer.echo(f"error: {error}", err=True)
+            _complain(f"error: {error}")
+            raise typer.Exit(2) from None
+        except (MemoryError, OSError) as error:
+            lacking = SCARCE.get(errno.ENOMEM if isinstance(error, MemoryError) else error.errno or 0)
+            if lacking is None:
+                raise
+            _complain(f"error: {lacking}{_kept(ctx)}")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            kept = ": finished steps are kept, the same command continues the run"
-            typer.echo(f"interrupted{kept if ctx.invoked_subcommand in RESUMED else ''}", err=True)
+            _complain(f"interrupted{_kept(ctx)}")
             raise typer.Exit(130) from None
+
+
+def _complain(text: str) -> None:
+    """Print an error, without the control characters that a file's name or content may have brought."""
+    typer.echo(printable(text, also="\n\t"), err=True)
+
+
+def _kept(ctx: Any) -> str:
+    return f": {KEPT}" if ctx.invoked_subcommand in RESUMED else ""
 
 
 def _contributed() -> dict[str, EntryPoint]:

@@ -78,7 +78,7 @@ def _print(inspection: Inspection, fix: Fix | None, quiet: bool) -> None:
 
 
 def _print_description(console: Console, it: Description) -> None:
-    from onptq.check.findings import printable
+    from onptq.errors import printable
 
     rows = [
         ("architecture", f"{it.architecture or 'unknown'} ({it.family or 'a family that OnPTQ does not quantize'})"),
@@ -108,7 +108,7 @@ def _quantization_rows(it: Description) -> list[tuple[str, str]]:
 
 
 def _print_findings(console: Console, title: str, findings: tuple[Finding, ...], style: str) -> None:
-    from onptq.check.findings import printable
+    from onptq.errors import printable
 
     if not findings:
         return
@@ -120,7 +120,7 @@ def _print_findings(console: Console, title: str, findings: tuple[Finding, ...],
 
 
 def _print_fix(console: Console, fix: Fix) -> None:
-    from onptq.check.findings import printable
+    from onptq.errors import printable
 
     if fix.out is None:
         console.print("\nnothing that --fix can correct: no copy was written")

@@ -51,8 +51,8 @@ def print_checks(examination: Examination, name: str, quiet: bool = False) -> No
     from rich.table import Table
     from rich.text import Text
 
-    from onptq.check.findings import printable
     from onptq.check.trial import EXPLAINED
+    from onptq.errors import printable
 
     failed = [check for check in examination.checks if not check.passed]
     if quiet and not failed:

@@ -73,7 +73,8 @@ def _read_other(data: bytes, name: str, longest: float) -> tuple[Waveform, int]:
             _check_length(file.frames, rate, name, longest)
             samples = file.read(dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError) as error:
-        raise OnPTQError(f"{name} is not readable audio ({error}); expected WAV, FLAC, OGG, MP3 or AIFF") from error
+        why = getattr(error, "error_string", error)
+        raise OnPTQError(f"{name} is not readable audio ({why}); expected WAV, FLAC, OGG, MP3 or AIFF") from error
     return samples, rate
 
 

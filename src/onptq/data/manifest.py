@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from onptq.data.chat import MEDIA, check_text, decode_base64, kind_of, read_chat
-from onptq.data.media import MAX_BYTES, decode_image, read_file
+from onptq.data.media import MAX_BYTES, check_image, read_file
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 
@@ -250,7 +250,7 @@ def check_media(kind: str, name: str, data: bytes, media: Media) -> Media:
         raise OnPTQError(f"{kind} {name} is larger than {MAX_BYTES / 2**20:g} MiB")
     if kind == "image":
         try:
-            decode_image(data)  # Pillow's `verify` alone does not notice a truncated JPEG
+            check_image(data)  # Pillow's `verify` alone does not notice a truncated JPEG
         except Exception as error:  # Pillow's decoders let through whatever they stumble over
             raise OnPTQError(f"image {name} cannot be decoded: {error}") from None
     return media

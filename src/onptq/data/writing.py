@@ -10,7 +10,7 @@ from typing import Any
 
 from onptq.data.chat import MEDIA, check_text
 from onptq.data.manifest import JSONL_SUFFIXES
-from onptq.data.media import decode_image
+from onptq.data.media import check_image
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 from onptq.files import atomically, to_json
@@ -92,5 +92,5 @@ def _mime_type(kind: str, data: bytes) -> str:
     from PIL import Image
 
     if kind == "image":
-        return Image.MIME.get(decode_image(data).format or "", "image/png")
+        return Image.MIME.get(check_image(data), "image/png")
     return "audio/wav" if data.startswith(b"RIFF") else "application/octet-stream"

@@ -42,6 +42,7 @@ from onptq.evaluate.store import (
     is_measured,
     lacks_attribution,
     path_of,
+    read_file,
 )
 from onptq.models.language_model import Side
 from onptq.quantizer.theta import Theta
@@ -137,7 +138,7 @@ def _measure_behaviour(session: Session, name: str, model: Prefixes | None = Non
             with run.writing(*path_of(name, MISMATCHES)) as path:
                 branched.write(path)
     if not run.has(*path_of(name, DENSE_PATH)):
-        states = _compare(session, name, "Dense path", read_trajectories(run.file(DENSE, ROLLOUTS)), model)
+        states = _compare(session, name, "Dense path", read_file(run, read_trajectories, DENSE, ROLLOUTS), model)
         with run.writing(*path_of(name, DENSE_PATH)) as path:
             states.write(path)
 
@@ -161,9 +162,10 @@ def _branch_mismatches(session: Session, name: str) -> tuple[States, Futures]:
     The forced tokens count as one more state: a closed answer ends after its letter, and nothing else of it would be counted.
     """
     run = session.run
-    states = States.read(run.file(*path_of(name, STATES)))
+    states = read_file(run, States.read, *path_of(name, STATES))
     mismatches = states.take(np.flatnonzero(states.kind == MISMATCH))
-    rollouts, futures = read_trajectories(run.file(*path_of(name, ROLLOUTS))), Futures(mismatches, session.policy().eos)
+    rollouts = read_file(run, read_trajectories, *path_of(name, ROLLOUTS))
+    futures = Futures(mismatches, session.policy().eos)
     with session.reporter.phase(f"Branch {name}", total=len(mismatches), unit="mismatches") as bar:
         branched = branch(
             session.prefixes(),
@@ -181,9 +183,9 @@ def _branch_mismatches(session: Session, name: str) -> tuple[States, Futures]:
 def _keep_details(session: Session, name: str, mismatches: States, futures: Futures, model: Prefixes | None) -> None:
     """Commit the likeliest tokens of the states that the recipe wants to keep, with the futures."""
     run, level = session.run, session.recipe.report.detail
-    states = scored(States.read(run.file(*path_of(name, STATES))), mismatches)
+    states = scored(read_file(run, States.read, *path_of(name, STATES)), mismatches)
     chosen = states.take(worth_keeping(states, level))
-    rollouts = read_trajectories(run.file(*path_of(name, ROLLOUTS)))
+    rollouts = read_file(run, read_trajectories, *path_of(name, ROLLOUTS))
     with session.reporter.phase(f"Details {name}", total=len(chosen), unit="states") as bar:
         details = likeliest(session.prefixes(), rollouts, chosen, quantized=model, advance=bar.advance)
     with run.writing(*path_of(name, DETAILS)) as path:
@@ -195,9 +197,9 @@ def _attribute(session: Session, name: str) -> None:
     run = session.run
     if not lacks_attribution(run, name, session.recipe.report.detail):
         return
-    theta = Theta.load(run.file(*path_of(name, THETA)), session.device)
-    rollouts = read_trajectories(run.file(*path_of(name, ROLLOUTS)))
-    states = States.read(run.file(*path_of(name, STATES)))
+    theta = read_file(run, lambda path: Theta.load(path, session.device), *path_of(name, THETA))
+    rollouts = read_file(run, read_trajectories, *path_of(name, ROLLOUTS))
+    states = read_file(run, States.read, *path_of(name, STATES))
     with session.reporter.phase(f"Attribute {name}", total=RESPONSES, unit="responses") as bar:
         losses = margin_losses(
             session.policy(), theta, session.prefixes().prompts, rollouts, states, advance=bar.advance
@@ -215,16 +217,16 @@ def measure_critical(
         waiting = [one for one in same if not run.has(*path_of(one.name, MARGINS))]
         if not waiting:
             continue
-        rollouts = read_trajectories(run.file(*path_of(visiting.name, ROLLOUTS)))
+        rollouts = read_file(run, read_trajectories, *path_of(visiting.name, ROLLOUTS))
         home = ("critical", f"{folder_name(visiting.name)}.parquet")
         if not run.has(*home):
-            states = States.read(run.file(*path_of(visiting.name, STATES)))
+            states = read_file(run, States.read, *path_of(visiting.name, STATES))
             _speak_as(visiting, session)
             with session.reporter.phase(f"Branch {visiting.name}", total=len(states), unit="states") as bar:
                 bank = joint_critical(session.prefixes(), rollouts, states, advance=bar.advance)
             with run.writing(*home) as path:
                 bank.write(path)
-        bank = States.read(run.file(*home))
+        bank = read_file(run, States.read, *home)
         for one in waiting:
             _speak_as(one, session)
             with session.reporter.phase(f"Margins {one.name}", total=len(session.prompts), unit="prompts") as bar:
@@ -235,4 +237,5 @@ def measure_critical(
 
 def _speak_as(one: MethodCandidate | RunCandidate, session: Session) -> None:
     session.policy(one.scheme)
-    session.speak_as(Theta.load(session.run.file(*path_of(one.name, THETA)), session.device))
+    theta = read_file(session.run, lambda path: Theta.load(path, session.device), *path_of(one.name, THETA))
+    session.speak_as(theta)

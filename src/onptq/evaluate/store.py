@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onptq.bank import States, read_trajectories
 from onptq.data.prompts import Prompt
@@ -37,6 +37,7 @@ TOKEN_COLUMNS = {  # where these ids are
     STATES: ("token", "reference", "competitor", "quantized"),
     DETAILS: ("dense", "quantized", "reference_future", "competitor_future"),
 }
+T = TypeVar("T")
 
 
 def path_of(name: str, *file: str) -> tuple[str, ...]:
@@ -75,22 +76,28 @@ def write_identity(run: Run, name: str, record: Mapping[str, Any]) -> None:
 def read_results(run: Run, with_answers: bool, with_states: bool) -> dict[str, Results]:
     """The dense model's results, then those of every candidate that is complete, in the order they were begun."""
     folders = sorted(run.file("candidates").glob(f"*/{IDENTITY}"), key=lambda path: (path.stat().st_mtime_ns, path))
-    records = {record["name"]: record for record in (json.loads(path.read_text(encoding="utf-8")) for path in folders)}
+    every = (run.read_json(str(path.relative_to(run.file()))) for path in folders)
+    records = {record["name"]: record for record in every}
     complete = [name for name in records if is_complete(run, name, with_answers, with_states)]
     homes = {DENSE: (DENSE,)} | {name: path_of(name) for name in complete}
     return {
         name: Results(
-            read_answers(run.file(*home, ANSWERS))[name] if with_answers else (),
-            States.read(run.file(*home, STATES)) if with_states and name != DENSE else None,
+            read_file(run, read_answers, *home, ANSWERS)[name] if with_answers else (),
+            read_file(run, States.read, *home, STATES) if with_states and name != DENSE else None,
             run.read_json(*home, COST),
             records.get(name, {}).get("scheme"),
-            Margins.read(run.file(*home, MARGINS)) if run.has(*home, MARGINS) else None,
-            States.read(run.file(*home, MISMATCHES)) if run.has(*home, MISMATCHES) else None,
-            States.read(run.file(*home, DENSE_PATH)) if run.has(*home, DENSE_PATH) else None,
-            read_trajectories(run.file(*home, ROLLOUTS)) if run.has(*home, ROLLOUTS) else None,
+            read_file(run, Margins.read, *home, MARGINS) if run.has(*home, MARGINS) else None,
+            read_file(run, States.read, *home, MISMATCHES) if run.has(*home, MISMATCHES) else None,
+            read_file(run, States.read, *home, DENSE_PATH) if run.has(*home, DENSE_PATH) else None,
+            read_file(run, read_trajectories, *home, ROLLOUTS) if run.has(*home, ROLLOUTS) else None,
         )
         for name, home in homes.items()
     }
+
+
+def read_file(run: Run, reader: Callable[[Path], T], *parts: str) -> T:
+    """A file of the comparison, checked against its sum."""
+    return run.read("/".join(parts), reader)
 
 
 def write_seeds(run: Run, candidates: Sequence[str]) -> None:
@@ -151,5 +158,5 @@ def write_tokens(run: Run, tokenizer: Tokenizer) -> None:
     homes = [run.file(DENSE), *run.file("candidates").glob("*")]
     files = {home / name: columns for home in homes for name, columns in TOKEN_COLUMNS.items()}
     ids = ids_in({path: columns for path, columns in files.items() if path.is_file()})
-    if not run.has(TOKENS) or not ids <= TokenTexts.read(run.file(TOKENS)).ids:
+    if not run.has(TOKENS) or not ids <= read_file(run, TokenTexts.read, TOKENS).ids:
         run.write_json(TokenTexts.of(tokenizer, ids).to_dict(), TOKENS)

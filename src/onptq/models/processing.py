@@ -22,7 +22,7 @@ from onptq.data.media import MAX_PIXELS, read_image
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 from onptq.models.family import AUDIO, IMAGE, TEXT, Family, text_config, thinker_config
-from onptq.models.templates import read_template, render
+from onptq.models.templates import check_text_length, read_template, render
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -173,6 +173,10 @@ class PromptProcessor:
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         text = _plain_text(prompt) if self.template is None else self._render(prompt)
+        try:
+            check_text_length(text)
+        except OnPTQError as error:
+            raise OnPTQError(f"{prompt}: {error}") from error
         # A template writes the beginning-of-text token itself.
         ids: list[int] = self.tokenizer(text, add_special_tokens=self.template is None, verbose=False)["input_ids"]
         if not ids:
@@ -196,9 +200,13 @@ class PromptProcessor:
             written, expected = ids.count(placeholder), len(counts[kind])
             if written != expected:
                 token = self.tokenizer.convert_ids_to_tokens(placeholder)
+                what = "images" if kind == IMAGE else "audio clips"
+                own = sum(_joined(message).count(token) for message in prompt.messages)
                 raise OnPTQError(
-                    f"{prompt}: its text has {written} {token} placeholders for {expected} "
-                    f"{'images' if kind == IMAGE else 'audio clips'}; expected one for each, from the chat template"
+                    f"{prompt}: its text contains {token}, which stands for one of its {what}: expected text without it"
+                    if own
+                    else f"{prompt}: its text has {written} {token} placeholders for {expected} {what}; expected one for "
+                    "each, from the chat template"
                 )
         left = {kind: iter(each) for kind, each in counts.items()}
         expanded = [token for token in ids for _ in range(next(left[kinds[token]]) if token in kinds else 1)]

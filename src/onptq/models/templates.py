@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import mmap
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onptq.errors import OnPTQError
+from onptq.errors import OnPTQError, printable
 
 DATE = "26 Jul 2024"  # Llama's default; newer templates of theirs write today's, and a run would differ tomorrow
 LEGACY = "chat_template.json"  # of older processors; newer ones, too, prefer it to chat_template.jinja
 SECONDS = 10.0  # that a template may take; a usual one takes a thousandth
+BYTES = 2**30  # that a template may add to the process before it is stopped
+LOOK_SECONDS = 0.05  # how often time and memory are looked at
+LONGEST = 2**22  # characters of a prompt, more than the longest contexts take
 
 
 def read_template(folder: Path, tokenizer: Any) -> str | None:
@@ -35,8 +40,15 @@ def render(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]])
         with _limited(SECONDS):
             text: str = tokenizer.apply_chat_template(messages, chat_template=template, **options)
     except Exception as error:  # a template may raise anything, with any text
-        raise OnPTQError(f"the chat template refuses its messages: {_printable(str(error))}") from error
+        why = printable(str(error), also="\n")
+        raise OnPTQError(f"the chat template refuses its messages: {why}") from error
     return text
+
+
+def check_text_length(text: str) -> None:
+    """Refuse a text that only takes time and memory to cut into tokens: no model has a context for it."""
+    if len(text) > LONGEST:
+        raise OnPTQError(f"its text has {len(text):,} characters; expected at most {LONGEST:,}")
 
 
 def _read_legacy(path: Path) -> Any:
@@ -52,16 +64,21 @@ def _read_legacy(path: Path) -> Any:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise in a block that takes longer. A signal does it, which only the main thread gets and nobody else may use."""
+    """Raise in a block that takes longer, or much memory. A signal looks, which only the main thread gets and nobody else
+    may use."""
     if threading.current_thread() is not threading.main_thread() or any(signal.getitimer(signal.ITIMER_REAL)):
         yield
         return
+    began, held = time.monotonic(), _held()
 
-    def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"it takes more than {seconds:g} s")
+    def look(number: int, frame: object) -> None:
+        if time.monotonic() - began > seconds:
+            raise TimeoutError(f"it takes more than {seconds:g} s")
+        if _held() - held > BYTES:
+            raise MemoryError(f"it takes more than {BYTES / 2**30:g} GiB of memory")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)
     try:
         yield
     finally:
@@ -69,6 +86,7 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _printable(text: str) -> str:
-    """The text without characters that steer a terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+def _held() -> int:
+    """Bytes of memory that this process holds; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * mmap.PAGESIZE if statm.is_file() else 0
