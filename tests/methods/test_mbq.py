@@ -188,17 +188,6 @@ def test_the_dense_models_own_responses_are_the_default(case):
     )
 
 
-def test_distortion_moves_every_choice_but_the_first(tiny):
-    t = tiny("qwen3-vl")
-    policy = make_policy(t, "W4A16")
-    prompts = t.encode(policy, 3)
-    responses = short_answers(policy, prompts)
-    plain, distorted = (mbq(policy, prompts, responses=responses, distort=distort) for distort in (False, True))
-    first = pair_key(policy.structure.blocks[0], "norm_qkv")
-    assert torch.equal(plain.smoothing[first], distorted.smoothing[first]), "nothing is quantized before it"
-    assert any(not torch.equal(plain.smoothing[key], distorted.smoothing[key]) for key in plain.smoothing)
-
-
 def test_simulated_linears_are_what_folding_makes_of_them(tiny):
     t = tiny("qwen3-vl")
     policy = make_policy(t, "W4A16")

@@ -43,16 +43,12 @@ def mbq(
     advance: Callable[[int], None] = lambda blocks: None,
     *,
     responses: Sequence[Trajectory] | None = None,
-    distort: bool = False,
     store: BlockStore | None = None,
 ) -> Theta:
-    """MBQ's theta on the prompts and responses, the dense model's own greedy ones by default.
-
-    With `distort` a candidate gets the output of the quantized blocks before it; its target is still the dense model's output.
-    """
+    """MBQ's theta on the prompts and responses, the dense model's own greedy ones by default."""
     answered = answer_prompts(policy, prompts, responses)
     ratios = modality_ratios(policy, answered)
-    return balanced_search(policy, answered, ratios, advance, distort=distort, store=store)
+    return balanced_search(policy, answered, ratios, advance, store=store)
 
 
 def modality_ratios(policy: Policy, answered: Sequence[Answered]) -> dict[str, Tensor]:
@@ -123,27 +119,21 @@ def balanced_search(
     ratios: dict[str, Tensor],
     advance: Callable[[int], None] = lambda blocks: None,
     *,
-    distort: bool = False,
     store: BlockStore | None = None,
 ) -> Theta:
     """The theta of the grid search under given ratios, block by block."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     sequences = [one.sequence for one in answered]
     dense = open_streams(policy, sequences)
-    quantized = open_streams(policy, sequences) if distort else None
     kinds = {one.sequence.ordinal: one.kinds for one in answered}
     with policy.speaking("D"):
         for block in policy.structure.blocks:
             if not restore(store, theta, block):
-                _fit(policy, theta, block, ratios, kinds, dense, quantized)
+                _fit(policy, theta, block, ratios, kinds, dense)
                 keep(store, theta, block)
                 advance(1)
             for stream in dense:
                 stream.advance(block)
-            if quantized is not None:
-                with replaced(block, quantized_linears(policy, theta, block, IN_ORDER)):
-                    for stream in quantized:
-                        stream.advance(block)
     return theta
 
 
@@ -153,22 +143,17 @@ def _fit(
     block: Block,
     ratios: dict[str, Tensor],
     kinds: dict[int, Tensor],
-    dense: Sequence[Stream],
-    quantized: Sequence[Stream] | None,
+    streams: Sequence[Stream],
 ) -> None:
-    """Search one block's smoothing, in place. Candidates get the inputs of the quantized streams, or of the dense ones."""
+    """Search one block's smoothing, in place."""
     counted = sum(int((kind != INSTRUCTION).sum()) for kind in kinds.values())
-    dense_inputs = [stream.inputs(block) for stream in dense]
-    for place, pair in enumerate(IN_ORDER):
-        inputs = dense_inputs
-        if quantized is not None:
-            with replaced(block, quantized_linears(policy, theta, block, IN_ORDER[:place])):
-                inputs = [stream.inputs(block) for stream in quantized]
+    inputs = [stream.inputs(block) for stream in streams]
+    for pair in IN_ORDER:
         rho = ratios[GRADIENTS_AT[pair]][block.index]
         cases = []
-        for stream, x, dense_x in zip(dense, inputs, dense_inputs, strict=True):
+        for stream, x in zip(streams, inputs, strict=True):
             weight = _token_weights(stream.pad(kinds, INSTRUCTION), rho) / counted
-            cases.append(Case(stream, x[pair], stream.unit(block, pair, dense_x[pair]), weight))
+            cases.append(Case(stream, x[pair], stream.unit(block, pair, x[pair]), weight))
         theta.smoothing[pair_key(block, pair)] = best_smoothing(policy, theta, block, pair, cases)
 
 

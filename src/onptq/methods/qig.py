@@ -1,29 +1,27 @@
 """QIG: MBQ's grid search with a weight per token, by integrated gradients of quantization's effect on the output.
 
-Paper form (the default). F(x) is the mean absolute difference between a pair's unit with dense and with rounded weights, both
+F(x) is the mean absolute difference between a pair's unit with dense and with rounded weights, both
 given x. Its integrated gradients along the straight path from the quantized input x^q to the dense input x,
 (x - x^q) * int_0^1 dF(x_a)/dx_a da, are each entry's contribution to F(x) - F(x^q). A token's importance is the mean over its
 channels of their absolute value, clipped to [Q1 - 1.5 IQR, Q3 + 1.5 IQR] within its sequence and divided by the sequence's sum.
 The paper leaves x^q open: here it is the input after the quantized prefix, rounded per token where the scheme rounds activations.
 Candidates are judged as MBQ judges them: dense input, dense target.
 
-Released form. The authors' code does this instead, with points from end to end. Where activations are quantized: F's other unit
-is quantized like a candidate and has no gradient, candidates get the quantized prefix's input, which is also where the path
-begins, the target is the dense unit on that input, and nothing is clipped. Weight-only: the path begins at zero, importances are
-clipped, and the first five searches weight response, image and audio alike.
+This is the paper's form. The authors' code differs: its quantized unit has no gradient and its path begins at zero for weights
+alone, its candidates get the quantized prefix's input, and its first searches weight all tokens alike.
 
 Every token of the sequence counts, the prompt's text too. Responses, grid, pairs and fold are MBQ's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
-from onptq.methods.layerwise import IN_ORDER, INSTRUCTION, Stream, answer_prompts, open_streams
+from onptq.methods.layerwise import IN_ORDER, Stream, answer_prompts, open_streams
 from onptq.methods.linears import quantized_linears, replaced
 from onptq.methods.mbq import Case, best_smoothing
 from onptq.methods.resume import BlockStore, keep, restore
@@ -35,7 +33,6 @@ from onptq.quantizer.theta import Theta, pair_key
 
 POINTS = 32
 FENCE = 1.5  # of the interquartile range
-UNIFORM_SEARCHES = 5  # released form, weight-only
 
 
 @torch.no_grad()
@@ -45,7 +42,6 @@ def qig(
     advance: Callable[[int], None] = lambda blocks: None,
     *,
     responses: Sequence[Trajectory] | None = None,
-    released: bool = False,
     points: int = POINTS,
     store: BlockStore | None = None,
 ) -> Theta:
@@ -53,12 +49,11 @@ def qig(
     answered = answer_prompts(policy, prompts, responses)
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     sequences = [one.sequence for one in answered]
-    kinds = {one.sequence.ordinal: one.kinds for one in answered}
     dense, quantized = open_streams(policy, sequences), open_streams(policy, sequences)
     with policy.speaking("D"):
         for block in policy.structure.blocks:
             if not restore(store, theta, block):
-                _fit(policy, theta, block, dense, quantized, kinds, released, points)
+                _fit(policy, theta, block, dense, quantized, points)
                 keep(store, theta, block)
                 advance(1)
             for stream in dense:
@@ -75,50 +70,28 @@ def _fit(
     block: Block,
     dense: Sequence[Stream],
     quantized: Sequence[Stream],
-    kinds: Mapping[int, Tensor],
-    released: bool,
     points: int,
 ) -> None:
     """Search one block's smoothing, in place."""
     dense_inputs = [stream.inputs(block) for stream in dense]
-    uniform_searches = UNIFORM_SEARCHES if released and not policy.scheme.quantizes_activations else 0
     for place, pair in enumerate(IN_ORDER):
         with replaced(block, quantized_linears(policy, theta, block, IN_ORDER[:place])):
             quantized_inputs = [stream.inputs(block) for stream in quantized]
-        triples = [
-            (stream, x[pair], x_q[pair]) for stream, x, x_q in zip(dense, dense_inputs, quantized_inputs, strict=True)
+        cases = [
+            _case(policy, theta, block, pair, stream, x[pair], x_q[pair], points)
+            for stream, x, x_q in zip(dense, dense_inputs, quantized_inputs, strict=True)
         ]
-        if block.index * len(IN_ORDER) + place < uniform_searches:
-            cases = [_uniform_case(block, pair, stream, x, kinds) for stream, x, _ in triples]
-        else:
-            make = _released_case if released else _paper_case
-            cases = [make(policy, theta, block, pair, *triple, points) for triple in triples]
         theta.smoothing[pair_key(block, pair)] = best_smoothing(policy, theta, block, pair, cases)
 
 
-def _paper_case(
+def _case(
     policy: Policy, theta: Theta, block: Block, pair: str, stream: Stream, x: Tensor, x_q: Tensor, points: int
 ) -> Case:
     scheme = policy.scheme
     x_q = fake_quantize_activations(x_q, scheme.activation_bits) if scheme.quantizes_activations else x_q
     attributions = integrated_gradients(policy, theta, block, pair, stream, x_q, x, points=points)
-    weight = token_importance(attributions, stream.real, clipped=True)
+    weight = token_importance(attributions, stream.real)
     return Case(stream, x, stream.unit(block, pair, x), weight)
-
-
-def _released_case(
-    policy: Policy, theta: Theta, block: Block, pair: str, stream: Stream, x: Tensor, x_q: Tensor, points: int
-) -> Case:
-    activations = policy.scheme.quantizes_activations
-    begin, x_in = (x_q, x_q) if activations else (torch.zeros_like(x), x)
-    attributions = integrated_gradients(policy, theta, block, pair, stream, begin, x, points=points, released=True)
-    weight = token_importance(attributions, stream.real, clipped=not activations)
-    return Case(stream, x_in, stream.unit(block, pair, x_in), weight)
-
-
-def _uniform_case(block: Block, pair: str, stream: Stream, x: Tensor, kinds: Mapping[int, Tensor]) -> Case:
-    counts = stream.pad(kinds, INSTRUCTION) != INSTRUCTION
-    return Case(stream, x, stream.unit(block, pair, x), counts.float())
 
 
 def integrated_gradients(
@@ -131,22 +104,19 @@ def integrated_gradients(
     end: Tensor,
     *,
     points: int = POINTS,
-    released: bool = False,
 ) -> Tensor:
     """(x - x^q) times the mean gradient of F along the path, [B, S, I]; theta rounds the weights, without smoothing yet.
 
-    The paper's integral is taken at the middles of `points` equal intervals, so that the entries of a sequence sum to
+    The integral is taken at the middles of `points` equal intervals, so that the entries of a sequence sum to
     F(x) - F(x^q) as closely as the points allow.
     """
-    rounded = quantized_linears(policy, theta, block, [pair], activations=released)
-    differentiated = not (released and policy.scheme.quantizes_activations)
-    path = torch.linspace(0, 1, points) if released else (torch.arange(points) + 0.5) / points
+    rounded = quantized_linears(policy, theta, block, [pair], activations=False)
     total = torch.zeros_like(end)
-    for a in path.tolist():
+    for a in ((torch.arange(points) + 0.5) / points).tolist():
         x = (begin + a * (end - begin)).detach().requires_grad_()
         with torch.enable_grad():
             dense = stream.unit(block, pair, x)
-            with replaced(block, rounded), torch.set_grad_enabled(differentiated):
+            with replaced(block, rounded):
                 quantized = stream.unit(block, pair, x)
             total += torch.autograd.grad(difference(dense, quantized, stream.real).sum(), x)[0]
     return (end - begin) * total / points
@@ -158,14 +128,13 @@ def difference(dense: Tensor, quantized: Tensor, real: Tensor) -> Tensor:
     return torch.where(real, per_token, 0).sum(-1) / real.sum(-1)
 
 
-def token_importance(attributions: Tensor, real: Tensor, *, clipped: bool) -> Tensor:
+def token_importance(attributions: Tensor, real: Tensor) -> Tensor:
     """lambda [B, S], which sums to one over a sequence's tokens; uniform where all attributions are zero."""
     weights = torch.zeros_like(real, dtype=torch.float32)
     for row, tokens in enumerate(real):
         score = attributions[row, tokens].float().abs().mean(-1)
-        if clipped:
-            low, high = score.quantile(0.25), score.quantile(0.75)
-            score = score.clamp(low - FENCE * (high - low), high + FENCE * (high - low))
+        low, high = score.quantile(0.25), score.quantile(0.75)
+        score = score.clamp(low - FENCE * (high - low), high + FENCE * (high - low))
         total = score.sum()
         weights[row, tokens] = score / total if total > 0 else torch.full_like(score, 1 / len(score))
     return weights
