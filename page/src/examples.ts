@@ -65,7 +65,7 @@ export function examplesOf(page: Page, candidate: Candidate): Example[] {
   });
   const rest = [...page.items.keys()].filter((at) => !joined.has(at));
   const all = [...prompts, ...rest.map((at) => example(page, candidate, null, at, cells))];
-  return distinct(all.filter((one) => one.answer !== null || isKept(one.dense)));
+  return distinct(all.filter((one) => one.answer !== null || (!candidate.aside && isKept(one.dense))));
 }
 
 /** Whether anybody kept the answer, be it an empty one. */

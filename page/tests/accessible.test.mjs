@@ -38,6 +38,7 @@ const STATES = {
 for (const dark of [false, true]) {
   for (const width of [400, 1440]) {
     for (const [name, act] of Object.entries(STATES)) {
+      if (dark && width === 400 && name !== "the page") continue; // colours depend on the theme, order and size on the width
       test(`${name}, ${dark ? "dark" : "light"}, ${width} pixels wide`, async () => {
         const { tab, context } = await show(browser, file, { dark, width, plots: true });
         await act(tab);

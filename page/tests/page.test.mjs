@@ -265,11 +265,46 @@ describe("candidates", () => {
   test("the others' answers to an example are a click away", () =>
     read(file, { hash: "#example=prompt:p003" }, async (tab) => {
       await tab.locator(".others summary").click();
+      await tab.locator(".others dd").first().waitFor();
       const said = await tab.locator(".others dd").allInnerTexts();
       assert.equal(said.length, 2);
       const plain = (text) => text.replace(/\s+/g, " ").trim();
       assert.equal(plain(said[0]), plain(data.candidates[1].responses[3].answer.text));
     }));
+
+  test("rounds of a calibration stand aside, with the states that they selected", async () => {
+    const whole = page({ candidates: 2, prompts: 6, items: 5 });
+    const [first, round] = whole.candidates;
+    const asked = whole.prompts.map((one) => ({
+      ...one,
+      id: `${one.id} again`,
+      dense: { ...one.dense, text: "", tokens: null },
+    }));
+    const none = asked.map(() => null);
+    const candidates = [
+      { ...first, responses: [...first.responses, ...none] },
+      {
+        ...round,
+        name: "round 1",
+        title: "round 1",
+        aside: true,
+        flips: null,
+        answers: [],
+        responses: [...none, ...round.responses],
+      },
+    ];
+    const shown = { ...whole, candidates, prompts: [...whole.prompts, ...asked] };
+    await read(write(shown, join(folder, "rounds.html")), {}, async (tab) => {
+      assert.equal(await tab.locator(".comparison").count(), 0);
+      assert.equal(await shownCount(tab), 6);
+      assert.equal(await tab.locator(".candidates optgroup option").innerText(), "round 1");
+      await tab.getByLabel("Candidate", { exact: true }).selectOption("round 1");
+      const answered = round.responses.filter((one) => one !== null).length;
+      assert.equal(await shownCount(tab), answered);
+      assert.match(await tab.locator(".answer.dense").innerText(), /Not kept/);
+      assert.equal(await tab.locator(".others").count(), 0);
+    });
+  });
 
   test("a page with one candidate and no states needs neither", async () => {
     const bare = page({ candidates: 1, prompts: 4, items: 0 });

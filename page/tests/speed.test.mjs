@@ -1,4 +1,7 @@
-/** 8,192 states in one page, and an answer of 2,000 tokens: every step under 100 ms. */
+/** 8,192 states in one page, and an answer of 2,000 tokens: every step under 100 ms.
+ *
+ * What is judged is the time of the page's own thread, so that a busy machine fails no test; the time on the clock is said too.
+ */
 
 import assert from "node:assert/strict";
 import { mkdtempSync, rmSync, statSync } from "node:fs";
@@ -8,7 +11,8 @@ import { after, before, test } from "node:test";
 import { launch, show } from "./browser.mjs";
 import { page, write } from "./fixture.mjs";
 
-const LIMIT = 100; // ms from the event to the frame that shows what it did
+const FRAME = 1000 / 60; // ms until the screen shows what is drawn
+const LIMIT = 100 - FRAME; // ms of work from the event to the frame that shows what it did
 const ROUNDS = 9;
 
 const folder = mkdtempSync(join(tmpdir(), "onptq-speed-"));
@@ -22,10 +26,16 @@ after(async () => {
   rmSync(folder, { recursive: true });
 });
 
-/** The median and the longest time that an act takes until it is on the screen, in ms. */
-async function time(tab, act) {
+/** The median work and the median time on the clock that an act takes until it is on the screen, in ms. */
+async function time(tab, devtools, act) {
+  const works = [];
   const times = [];
+  const worked = async () => {
+    const { metrics } = await devtools.send("Performance.getMetrics");
+    return 1000 * metrics.find(({ name }) => name === "TaskDuration").value;
+  };
   for (let round = 0; round < ROUNDS; round++) {
+    const before = await worked();
     times.push(
       await tab.evaluate(
         ([source, nr]) =>
@@ -62,19 +72,25 @@ async function time(tab, act) {
         [act, round],
       ),
     );
+    works.push((await worked()) - before);
     await tab.waitForTimeout(30);
   }
-  times.sort((a, b) => a - b);
-  return { median: times[Math.floor(ROUNDS / 2)], most: times[ROUNDS - 1] };
+  return { work: middle(works), clock: middle(times) };
+}
+
+function middle(numbers) {
+  return numbers.sort((a, b) => a - b)[Math.floor(numbers.length / 2)];
 }
 
 async function measure(t, path, acts) {
   const shown = await show(browser, path, { width: 1440, height: 900, plots: true });
+  const devtools = await shown.context.newCDPSession(shown.tab);
+  await devtools.send("Performance.enable", { timeDomain: "threadTicks" });
   const slow = [];
   for (const [name, act] of Object.entries(acts)) {
-    const { median, most } = await time(shown.tab, act);
-    t.diagnostic(`${name}: median ${median.toFixed(0)} ms, longest ${most.toFixed(0)} ms`);
-    if (median >= LIMIT) slow.push(`${name}: ${median.toFixed(0)} ms`);
+    const { work, clock } = await time(shown.tab, devtools, act);
+    t.diagnostic(`${name}: ${work.toFixed(0)} ms of work, ${clock.toFixed(0)} ms on the clock`);
+    if (work >= LIMIT) slow.push(`${name}: ${work.toFixed(0)} ms`);
   }
   assert.deepEqual(shown.errors, []);
   await shown.context.close();

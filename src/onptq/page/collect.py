@@ -51,7 +51,7 @@ from onptq.page.provenance import how_made, served_by
 from onptq.page.responses import Details, respond, spoken
 from onptq.page.verdict import flips_of, verdict
 from onptq.recipe import Recipe
-from onptq.run import HOME, RECORD, Run
+from onptq.run import HOME, RECORD, SUMMARY, Run
 from onptq.version import __version__
 
 WORDS = "word errors"  # a measure of items of which less is better
@@ -203,7 +203,7 @@ def _candidate(
         shown(name) if scheme else name,
         how_made(identity),
         verdict(responses, flips, resampler),
-        figures | _costs(result.cost),
+        figures | _costs(result.cost, name, files),
         scheme,
         result.cost.get("checkpoint_bytes"),
         served_by(scheme),
@@ -214,10 +214,12 @@ def _candidate(
     )
 
 
-def _costs(cost: Mapping[str, Any]) -> dict[str, Figure]:
-    """Seconds and peak memory of the candidate's calibration, where it was made here."""
-    peak = cost.get("peak_bytes")
-    found = {"seconds": cost.get("seconds"), "peak": None if peak is None else peak / 1e9}
+def _costs(cost: Mapping[str, Any], name: str, files: Files) -> dict[str, Figure]:
+    """Seconds and peak memory of the candidate's calibration, where these are known."""
+    peak, seconds, run = cost.get("peak_bytes"), cost.get("seconds"), files.folder.parent / SUMMARY
+    if "theta" in files.identities[name] and run.is_file():
+        seconds = sum(read_json(run)["seconds"].values())
+    found = {"seconds": seconds, "peak": None if peak is None else peak / 1e9}
     return {name: Figure(value) for name, value in found.items() if value is not None}
 
 

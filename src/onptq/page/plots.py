@@ -48,7 +48,7 @@ from onptq.page.vega import (
 from onptq.run import LOG, SUMMARY
 
 GIGA, MEGA = 1e9, 1e6
-KL_TITLE = "mean KL to the dense model, nats"
+KL_TITLE = "mean KL, nats"
 PERCENTILE = re.compile(r"kl_p\d+")
 FEW = 200  # points that are drawn as points
 NO_TERMS = ("time", "event", "round", "step", "gradient")  # of a step in the log
@@ -59,8 +59,7 @@ PHASE = re.compile(r"\w+(?: held-out)?")  # "Follow 1" and "Follow 2" are both F
 def page_plots(page: Page) -> list[Plot]:
     """Pictures of all candidates side by side."""
     beside = replace(page, candidates=[one for one in page.candidates if not one.aside])
-    time, memory = costs(beside, "seconds", "Time"), costs(beside, "peak", "Memory")
-    return _present(size_against_damage(beside), kl_percentiles(beside), time, memory)
+    return _present(size_against_damage(beside), kl_percentiles(beside))
 
 
 def candidate_plots(candidate: Candidate, page: Page) -> list[Plot]:
@@ -111,11 +110,14 @@ def size_against_damage(page: Page) -> Plot | None:
             "encoding": shared | {"y": y | {"field": "low"}, "y2": {"field": "high"}},
         },
         {
-            "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
+            "mark": {"type": "point", "filled": False, "strokeWidth": 2.2, "size": 110, "opacity": 1},
             "encoding": shared | {"y": y, "shape": shaped("candidate", names)},
         },
     ]
-    caption = f"Mean KL and size of the weights of {len(rows)} candidates, with 95% intervals. Lower and further left is better."
+    caption = (
+        f"Mean KL to the dense model and size of the weights of {len(rows)} candidates, with 95% intervals. Lower and "
+        "further left is better."
+    )
     if page.dense_bytes:
         size = page.dense_bytes / scale
         layers += _dense_size(size, x)
@@ -167,31 +169,6 @@ def kl_percentiles(page: Page) -> Plot | None:
     return picture("kl-percentiles", "KL percentiles by candidate", caption, body)
 
 
-def costs(page: Page, name: str, what: str) -> Plot | None:
-    """A bar for what it took to make each candidate."""
-    rows = [
-        {"candidate": one.title, "value": figure.value}
-        for one in page.candidates
-        if (figure := one.figures.get(name)) is not None and figure.value is not None
-    ]
-    if len(rows) < 2:
-        return None
-    measure = page.measures[name]
-    title = f"{measure.name}, {measure.unit}"
-    body = {
-        "data": values(rows),
-        "height": {"step": ROW_HEIGHT},
-        "mark": {"type": "bar", "color": BLUE},
-        "encoding": {
-            "y": category("candidate", sort=[visible(one.title) for one in page.candidates], axis={"labelLimit": 160}),
-            "x": quantity("value", title),
-            "tooltip": tips(("candidate", "candidate"), ("value", measure.unit)),
-        },
-    }
-    caption = f"{what} to make each of {len(rows)} candidates here; others were there before."
-    return picture(f"costs-{name}", f"{what} by candidate", caption, body)
-
-
 def loss_terms(steps: Sequence[Mapping[str, Any]]) -> Plot | None:
     """The terms of the loss at every step of the update, round after round."""
     terms = [key for key in dict.fromkeys(key for step in steps for key in step) if key not in NO_TERMS]
@@ -222,7 +199,8 @@ def loss_terms(steps: Sequence[Mapping[str, Any]]) -> Plot | None:
         {"step": place + 0.5} for place in range(1, len(steps)) if steps[place]["round"] != steps[place - 1]["round"]
     ]
     rounds = {"data": values(begun), "mark": {"type": "rule", **QUIET}, "encoding": {"x": x}}
-    caption = f"Terms of the loss over {len(steps):,} steps of {len(begun) + 1} rounds, as the update saw them."
+    rounds_of = "one round" if not begun else f"{len(begun) + 1} rounds"
+    caption = f"Terms of the loss over {len(steps):,} steps of {rounds_of}, as the update saw them."
     caption += " Dashed lines part the rounds." if begun else ""
     caption += f" Each point is a mean of {block} steps." if block > 1 else ""
     body = {"data": values(rows), "layer": [lines, *([rounds] if begun else [])]}

@@ -12,18 +12,15 @@ from onptq.schemes import Scheme
 
 
 def served_by(scheme: str | None) -> list[Served]:
-    """What servers make of a checkpoint of the scheme."""
-    return [
-        Served(
-            row.server,
-            row.hardware,
-            {"refuses": "nothing", "doubtful": "unknown"}.get(row.verdict, row.computes)
-            + (f", not {scheme}" if row.verdict == "differs" else "")
-            + (f" ({row.note})" if row.note else ""),
-            serve_command("DIR", row.switch) if row.server == VLLM and row.verdict == "serves" else "",
-        )
-        for row in (serving(Scheme.parse(scheme)) if scheme else ())
-    ]
+    """What servers make of a checkpoint of the scheme; hardware on which it is the same is one entry."""
+    hardware: dict[tuple[str, str, str], list[str]] = {}
+    for row in serving(Scheme.parse(scheme)) if scheme else ():
+        computes = {"refuses": "nothing", "doubtful": "unknown"}.get(row.verdict, row.computes)
+        computes += f", not {scheme}" if row.verdict == "differs" else ""
+        computes += f" ({row.note})" if row.note else ""
+        command = serve_command("DIR", row.switch) if row.server == VLLM and row.verdict == "serves" else ""
+        hardware.setdefault((row.server, computes, command), []).append(row.hardware)
+    return [Served(server, ", ".join(on), *rest) for (server, *rest), on in hardware.items()]
 
 
 def how_made(identity: Mapping[str, Any]) -> str:

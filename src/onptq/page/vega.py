@@ -30,7 +30,7 @@ QUIET = {"color": GREY, "strokeDash": [4, 4]}  # lines to compare with
 MOST = 2000  # points of a picture
 HEIGHT, ROW_HEIGHT, PRINT_WIDTH = 260, 30, 640
 LEAST_KL = 1e-8  # nats; on a logarithmic axis smaller values are drawn here
-FEW_POWERS = 2.0  # of ten
+FEW_POWERS = 1.3  # of ten
 FEW_NUMBERS = 6
 LOGARITHMIC_FROM = 20.0  # the ratio of values from which on an axis is logarithmic
 
