@@ -40,6 +40,9 @@ def test_only_the_decoders_linears_are_quantized_in_every_family(tiny: Callable[
     assert (OTHER_MODELS in named) == any(name.startswith("talker.") for name in tensors)
     assert named[LINEARS].output_bytes < 0.3 * named[LINEARS].bytes
     assert not parts.unmatched
+    others = sum(tensor.numel() for name, tensor in tensors.items() if name.startswith(("talker.", "token2wav.")))
+    assert parts.shapes.loaded == sum(tensor.numel() for tensor in tensors.values()) - others
+    assert bool(others) == (family == "qwen2.5-omni"), "Omni's speaking models are in the folder, but not loaded"
 
 
 @pytest.mark.parametrize("scheme", ["W4A8", "W8A8", "W4A16-g32-asym"])
