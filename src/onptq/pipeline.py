@@ -41,6 +41,7 @@ from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs, PromptProcessor
 from onptq.models.structure import LINEARS, NORMS
+from onptq.page.card_picture import card_picture
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
@@ -337,7 +338,7 @@ def warn_of_no_help(summary: Mapping[str, Any], reporter: Reporter) -> None:
 
 def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Write the checkpoint with its model card; return the size of its weights and the hashes of its files."""
-    family = job.source.family
+    family, results = job.source.family, read_results(run.home, job.recipe)
     with reporter.phase("Export", total=policy.blocks * len((*LINEARS, *NORMS)), unit="modules") as bar:
         write_checkpoint(
             job.source.folder,
@@ -347,7 +348,8 @@ def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, 
             ignore=family.ignore,
             other_models=family.other_models,
             provenance=read_provenance(run, job.recipe, job.prompts),
-            results=read_results(run.home, job.recipe),
+            results=results,
+            picture=card_picture(results),
             name=job.source.name,
         )
         files = [job.out / CONFIG, *sorted(job.out.glob(WEIGHTS))]
