@@ -112,6 +112,15 @@ def test_a_run_alone_has_a_page(quantized: Path) -> None:
     assert page["candidates"][0]["verdict"].startswith(("Of 2 answers ", "All 2 answers "))
 
 
+def test_a_run_that_answered_none_of_its_prompts_has_a_page(small: Path, tmp_path: Path) -> None:
+    manifest = ("--calibration", small / "prompts.jsonl", "--set", "data.prompts=3", "--set", "data.holdout=0")
+    out = tmp_path / "smooth"
+    done = call("quantize", small, "--out", out, "--method", "smoothquant", *manifest, "--no-verify")
+    assert done.exit_code == 0, done.output
+    [candidate] = data_of(out.with_name("smooth-run") / "page.html")["candidates"]
+    assert candidate["responses"] == [None, None, None]
+
+
 def test_what_the_page_shows_does_not_make_another_run(quantized: Path, small: Path) -> None:
     manifest = ("--calibration", small / "prompts.jsonl", "--set", "follow.max_tokens=4", "--set", "data.prompts=3")
     same = (

@@ -81,7 +81,9 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
     placeholders = _placeholders(record["model"]["family"])
     asked = [_asked(row, texts, placeholders) for row in rows]
     size = (summary.get("checkpoint") or {}).get("bytes")
-    candidates = [_candidate(stage, recipe, asked, texts, size) for stage in stages] or [_unanswered(recipe, size)]
+    candidates = [_candidate(stage, recipe, asked, texts, size) for stage in stages] or [
+        _unanswered(recipe, size, len(asked))
+    ]
     album = Album()
     prompts = [
         Question(
@@ -238,11 +240,18 @@ def _riskiest(responses: Sequence[Response | None], most: int = MOST) -> list[Re
     return [one if place in kept else None for place, one in enumerate(responses)]
 
 
-def _unanswered(recipe: Recipe, size: int | None) -> Candidate:
-    """The result of a run that asked nothing."""
-    how = how_made({"scheme": recipe.scheme, "method": recipe.init})
+def _unanswered(recipe: Recipe, size: int | None, prompts: int) -> Candidate:
+    """The result of a run in which it answered none of the prompts."""
     return Candidate(
-        "result", "result", how, verdict((), None, Resampler()), {}, recipe.scheme, size, served_by(recipe.scheme)
+        "result",
+        "result",
+        how_made({"scheme": recipe.scheme, "method": recipe.init}),
+        verdict((), None, Resampler()),
+        {},
+        recipe.scheme,
+        size,
+        served_by(recipe.scheme),
+        responses=[None] * prompts,
     )
 
 
