@@ -92,8 +92,9 @@ class Ranks:
             for tensor, total in zip(each, joined.split([tensor.numel() for tensor in each]), strict=True):
                 tensor.copy_(total.view_as(tensor))
 
-    def shares(self, values: Sequence[T], together: int) -> list[T]:
-        """The values of this rank: `together` of them at a time go to the ranks in turn."""
+    def shares(self, values: Sequence[T], most: int) -> list[T]:
+        """The values of this rank: `most` of them at a time go to the ranks in turn, or fewer so that all get some."""
+        together = max(1, min(most, -(-len(values) // self.size)))
         starts = range(self.rank * together, len(values), self.size * together)
         return [value for start in starts for value in values[start : start + together]]
 
@@ -141,6 +142,7 @@ def join(device: str = "auto") -> Iterator[Ranks]:
         return
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     on_gpu = device != "cpu" and torch.cuda.is_available()
@@ -148,7 +150,7 @@ def join(device: str = "auto") -> Iterator[Ranks]:
         torch.cuda.set_device(own_gpu(torch.cuda.device_count()))
     backend, (store, rank, _) = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", next(rendezvous("env://", timeout=PATIENCE))
     if os.environ["GROUP_WORLD_SIZE"] == "1":  # torchrun's store still has the addresses of processes that have ended
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        store = PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size)
     yield Ranks(rank, size)
     dist.destroy_process_group()  # not after an error: the others may be waiting for this rank
@@ -196,7 +198,8 @@ def pack(value: Any) -> bytes:
         return {ARRAY: name}
 
     text = json.dumps(value, default=place).encode()
-    return save({TEXT: np.frombuffer(text, np.uint8), **arrays})
+    message: bytes = save({TEXT: np.frombuffer(text, np.uint8), **arrays})
+    return message
 
 
 def unpack(message: bytes) -> Any:

@@ -127,8 +127,8 @@ def branch(
             elif eos_as_max:
                 distance = torch.where(reach == 0, FARTHEST, distance)
             for row, chosen in enumerate(rows):
-                apiece = (column[row, : len(chosen)].cpu().numpy() for column in (distance, reach))
-                results.append((chosen, *apiece))
+                far, common = (column[row, : len(chosen)].cpu().numpy() for column in (distance, reach))
+                results.append((chosen, far, common))
             if seen is not None:
                 futures, steps = tokens.unflatten(2, (2, -1)).cpu().numpy(), apart.cpu().numpy()
                 for row, chosen in enumerate(rows):

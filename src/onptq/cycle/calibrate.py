@@ -126,7 +126,7 @@ def calibrate(
     control.
 
     `batch_budget` is the number of prompts that go through the model at once, by default `cfg.micro_batch`. The prompts of
-    a step are shared among the `ranks`, so many at a time; their gradients are summed."""
+    a step are shared among the `ranks`, and their gradients summed."""
     if cfg.codes == "settled" and not theta.settled:
         theta = policy.settle(theta)
     if cfg.codes == "learned":
@@ -304,8 +304,7 @@ class _Judge:
 
     def consider(self, progress: Progress) -> float:
         """Score the current theta, record it where it is the best so far, and return the score."""
-        scores = [score for each in self.ranks.gather(self.batch_budget.fit(self._scores)) for score in each]
-        score = sum(scores)
+        score: float = sum(sum(each) for each in self.ranks.gather(self.batch_budget.fit(self._scores)))
         if score < progress.best_score:
             progress.best, progress.best_score, progress.best_step = progress.theta.clone(), score, progress.step
         return score
