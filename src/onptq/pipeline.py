@@ -45,9 +45,11 @@ from onptq.page.card_picture import card_picture
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
+from onptq.ranks import join
 from onptq.recipe import Recipe
 from onptq.run import CALIBRATED, CHOICE, INIT, INIT_KEPT, SUMMARY, Run, check_place, is_contract_1, remove, run_home
 from onptq.schemes import Scheme
+from onptq.shared_run import open_run
 
 WEIGHTS = "*.safetensors"
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
@@ -92,30 +94,46 @@ def quantize(
     `start` is the file of a theta^(0) to use instead of the recipe's base method. `on_bad_prompt` is `fail`, or `skip` to
     leave out prompts that cannot be read or that the model cannot take.
     """
-    reporter = reporter or QuietReporter()
-    job = check(model, Path(out), recipe or Recipe(), calibration, holdout, on_bad_prompt, reporter)
-    with Run.open(out, identify(job, reporter), home=run_home(out), warn=reporter.warn) as run:
-        reporter = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
-        if (summary := finished(job, run, reporter)) is not None:
-            return Result(job.out, summary, job.prompts)
-        if start is not None and not run.has(INIT):
-            with run.writing(INIT) as path:
-                shutil.copyfile(start, path)
-        processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
-        policy = load(job, reporter)
-        prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
-        inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
-        cycle = Cycle(inputs, job.recipe, run, reporter)
-        theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
-        theta = keep_better(cycle, theta, partial(read_init, policy, run))
-        summary = measure(job, cycle, theta)
+    reporter, recipe = reporter or QuietReporter(), recipe or Recipe()
+    with join(recipe.compute.device) as ranks:
+        device = torch.device(ranks.lead(lambda: str(check_settings(Path(out), recipe, calibration, holdout))))
+        if ranks.size > 1:
+            device = choose_device(device.type)  # the rank's own GPU
+        job = ranks.after_first(
+            lambda: check(model, Path(out), recipe, calibration, holdout, on_bad_prompt, device, reporter)
+        )
+        with open_run(out, run_home(out), lambda: identify(job, reporter), ranks, reporter.warn) as run:
+            logged = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
+            summary = ranks.lead(lambda: finished(job, run, logged))
+            if summary is None:
+                summary = work(job, run, logged, start, verify)
+    return Result(job.out, summary, job.prompts)
+
+
+def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verify: bool) -> dict[str, Any]:
+    """The summary of the run, worked on from the first step that is not finished to the end."""
+    if start is not None and not run.has(INIT):
+        with run.writing(INIT) as path:
+            shutil.copyfile(start, path)
+    processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
+    policy = load(job, reporter)
+    prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
+    inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
+    cycle = Cycle(inputs, job.recipe, run, reporter)
+    theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
+    theta = keep_better(cycle, theta, partial(read_init, policy, run))
+    summary = measure(job, cycle, theta)
+
+    def finish() -> dict[str, Any]:
         warn_of_no_help(summary, reporter)
         summary["checkpoint"] = export(job, policy, run, reporter)
         if verify:
             summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
         summary["seconds"] = run.seconds()
         run.finish(summary)
-    return Result(job.out, summary, job.prompts)
+        return summary
+
+    return run.ranks.lead(finish)
 
 
 def check(
@@ -125,10 +143,10 @@ def check(
     calibration: str | Path | Sequence[Prompt] | None,
     holdout: str | Path | Sequence[Prompt] | None,
     on_bad_prompt: str,
+    device: torch.device,
     reporter: Reporter,
 ) -> Job:
-    """Refuse before any work what would fail later."""
-    device = check_settings(out, recipe, calibration, holdout)
+    """Refuse before any work what would fail later, beside what `check_settings` refuses."""
     check_on_bad_prompt(on_bad_prompt)
     if not isinstance(model, Source) and not is_hub_id(str(model)):
         model = find_source(model)
@@ -276,8 +294,12 @@ def encode_prompts(
 def initialize(job: Job, policy: Policy, prompts: Sequence[EncodedPrompt], run: Run, reporter: Reporter) -> Theta:
     """theta^(0), by the recipe's base method; blocks that an earlier process finished are read back."""
     recipe, store = job.recipe, RunStore(run, policy.device)
-    if run.has(INIT):
-        remove(store.folder)  # a kill may have come between the file and this
+    if run.ranks.lead(lambda: run.has(INIT)):
+        if run.ranks.is_first:
+            remove(store.folder)  # a kill may have come between the file and this
+        return read_init(policy, run)
+    if not run.ranks.is_first:
+        run.ranks.meet()  # while the first computes it
         return read_init(policy, run)
     with reporter.phase(f"Initialize ({recipe.init})", total=policy.blocks, unit="blocks") as bar:
         if store.finished:
@@ -285,6 +307,9 @@ def initialize(job: Job, policy: Policy, prompts: Sequence[EncodedPrompt], run: 
             bar.advance(store.finished)
         theta = methods.initialize(policy, prompts, recipe, bar.advance, settled=recipe.settles, store=store)
     run.write_behind(theta.saving(), INIT, instead_of=store.folder)
+    if run.ranks.size > 1:  # the others read the file
+        run.wait()
+        run.ranks.meet()
     return theta
 
 
@@ -294,7 +319,8 @@ def read_init(policy: Policy, run: Run) -> Theta:
 
 def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
     """The summary so far: every round's figures, and those of held-out prompts under RTN, the init and the result."""
-    choice = cycle.run.read_json(*CHOICE) if cycle.run.has(*CHOICE) else None
+    ranks, run = cycle.run.ranks, cycle.run
+    choice = ranks.lead(lambda: run.read_json(*CHOICE) if run.has(*CHOICE) else None)
     calibrated = cycle.holdout("final", "held-out at the end")
     before = cycle.holdout("rounds/0", "held-out 1") if job.recipe.rounds else calibrated
     after = before if choice is not None and choice["kept"] == INIT_KEPT else calibrated
@@ -308,7 +334,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
         "method": job.recipe.method,
         "model": job.source.name,
         "prompts": {"calibration": len(job.prompts.calibration), "holdout": len(job.prompts.holdout)},
-        "rounds": [cycle.figures(k) for k in range(job.recipe.rounds)],
+        "rounds": ranks.lead(lambda: [cycle.figures(k) for k in range(job.recipe.rounds)]),
         "holdout": figures,
         "choice": choice,
         "helped": None if choice is None else choice["kept"] == CALIBRATED,

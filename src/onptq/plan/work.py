@@ -31,6 +31,7 @@ class Work:
     media_tokens: int  # of which come from a tower
     recipe: Recipe
     longest_prompt: int | None = None  # where lengths were counted
+    gpus: int = 1  # with a process each, which share it
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -124,10 +125,35 @@ class Work:
         return min(most, select.budget if select.per_prompt is None else select.per_prompt * self.followed)
 
     @property
+    def batch(self) -> int:
+        """Prompts of one step of an update."""
+        return min(self.recipe.calibrate.batch, max(1, self.followed))
+
+    @property
     def micro_batch(self) -> int:
         """Prompts with a response in one forward of an update."""
-        calibrate = self.recipe.calibrate
-        return min(calibrate.micro_batch, calibrate.batch, max(1, self.followed))
+        return self._together(self.batch)
+
+    @property
+    def target_share(self) -> float:
+        """The part of the calibration prompts that one process may come across in an update, which it deals out anew in every
+        epoch."""
+        return min(1.0, self.recipe.calibrate.epochs * self.dealt(self.batch))
+
+    def batches(self, prompts: int) -> int:
+        """Batches of Follow, Compare and Branch that so many prompts make."""
+        return ceil(prompts / self.rows)
+
+    def share(self, pieces: int) -> float:
+        """The part of so many equal pieces of work that the busiest process has."""
+        return ceil(pieces / self.gpus) / max(1, pieces)
+
+    def dealt(self, prompts: int) -> float:
+        """The part of so many prompts of an update that the busiest process has."""
+        return self.share(ceil(prompts / self._together(prompts)))
+
+    def _together(self, prompts: int) -> int:
+        return max(1, min(self.recipe.calibrate.micro_batch, ceil(prompts / self.gpus)))
 
     @property
     def judged(self) -> int:
