@@ -40,7 +40,6 @@ from onptq.methods.resume import RunStore
 from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs, PromptProcessor
-from onptq.models.structure import LINEARS, NORMS
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
@@ -252,6 +251,8 @@ def load(job: Job, reporter: LoggedReporter) -> Policy:
     with reporter.phase("Load", total=1, unit="checkpoint") as bar:
         policy = load_policy(job.source, job.scheme, device=job.device, dtype=dtype)
         bar.advance()
+    for text in policy.unfolded:
+        reporter.warn(text)
     return policy
 
 
@@ -306,6 +307,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
         "scheme": str(job.scheme),
         "method": job.recipe.method,
         "model": job.source.name,
+        "unfolded": list(cycle.policy.unfolded),
         "prompts": {"calibration": len(job.prompts.calibration), "holdout": len(job.prompts.holdout)},
         "rounds": [cycle.figures(k) for k in range(job.recipe.rounds)],
         "holdout": figures,
@@ -338,7 +340,7 @@ def warn_of_no_help(summary: Mapping[str, Any], reporter: Reporter) -> None:
 def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Write the checkpoint with its model card; return the size of its weights and the hashes of its files."""
     family = job.source.family
-    with reporter.phase("Export", total=policy.blocks * len((*LINEARS, *NORMS)), unit="modules") as bar:
+    with reporter.phase("Export", total=len(policy.wrapped), unit="modules") as bar:
         write_checkpoint(
             job.source.folder,
             job.out,

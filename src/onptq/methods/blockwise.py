@@ -71,7 +71,7 @@ def _migration(streams: Sequence[Stream], block: Block) -> dict[str, Tensor]:
     largest: dict[str, Tensor] = {}
     for stream in streams:
         inputs = stream.inputs(block)
-        for pair in SMOOTHED:
+        for pair in (pair for pair in SMOOTHED if pair in block.producers):
             x_max = inputs[pair].abs().flatten(0, -2).amax(0).float()
             largest[pair] = torch.maximum(largest[pair], x_max) if pair in largest else x_max
     return {

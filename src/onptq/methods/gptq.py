@@ -18,10 +18,10 @@ from onptq.methods.layerwise import IN_ORDER, Stream, answered_sequences, open_s
 from onptq.methods.linears import dense_weight
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.structure import Block
+from onptq.models.structure import PAIRS, Block
 from onptq.quantizer.numerics import fake_quantize_activations, round_to_codes
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Learned, Theta, log_scales_in, log_scales_out
+from onptq.quantizer.theta import Learned, Theta, log_scales_in, log_scales_out
 from onptq.quantizer.weights import smoothed, weight_grid
 
 DAMPING = 0.01  # of the Hessian's mean diagonal

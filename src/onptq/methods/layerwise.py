@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onptq.bank import Trajectory
-from onptq.engine.prefixes import Prefixes, prompt_mask
+from onptq.engine.prefixes import Prefixes, whole_prompts
 from onptq.engine.rollout import rollouts
 from onptq.errors import OnPTQError
 from onptq.models.attention import trusted_attention
+from onptq.models.decoder import layer_masks
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import TEXT
-from onptq.models.structure import Block
+from onptq.models.structure import PAIRS, Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS
 
 RESPONSE_TOKENS = 64
 BATCH_TOKENS = 8192
@@ -92,19 +93,21 @@ class Stream:
 
     def __init__(self, policy: Policy, sequences: Sequence[EncodedPrompt]) -> None:
         batch = PromptBatch.of(sequences)
-        positions = batch.positions if batch.positions.shape[0] > 1 else batch.positions[0]
+        tokens = whole_prompts(batch)
         self.sequences, self.real, self.deepstack = batch.prompts, batch.real, batch.deepstack
-        self.mask = prompt_mask(batch.real)
-        self.rotary = policy.structure.decoder.rotary_emb(batch.embeds, positions)  # type: ignore[operator]
+        self._masks = layer_masks(policy.structure, tokens)
+        self._rotary = policy.structure.rotary(batch.embeds, batch.positions)
         self.hidden = batch.embeds
 
     def run(self, block: Block) -> Tensor:
         """The input of the next block [B, S, d], DeepStack's features included. `hidden` does not change."""
         with trusted_attention():
-            out: Tensor = block.module(
-                self.hidden, attention_mask=self.mask, position_embeddings=self.rotary, past_key_values=None
-            )
+            out: Tensor = block.module(self.hidden, **self._around(block))
         return out + self.deepstack[block.index] if block.index < len(self.deepstack) else out
+
+    def _around(self, block: Block) -> dict[str, Any]:
+        mask, rotary = self._masks[block.layer_type], self._rotary[block.layer_type]
+        return {"attention_mask": mask, "position_embeddings": rotary, "past_key_values": None}
 
     def inputs(self, block: Block) -> dict[str, Tensor]:
         """The inputs of each pair's consumers, [B, S, I], from one run of the block."""
@@ -123,9 +126,7 @@ class Stream:
         if pair == "norm_qkv":
             attention = block.owner("q_proj")
             with trusted_attention():
-                out: Tensor = attention(
-                    hidden_states=x, attention_mask=self.mask, position_embeddings=self.rotary, past_key_values=None
-                )[0]
+                out: Tensor = attention(hidden_states=x, **self._around(block))[0]
             return out
         module = block.owner("gate_proj") if pair == "norm_gate_up" else block.child(PAIRS[pair][1][0])
         return module(x)  # type: ignore[no-any-return]

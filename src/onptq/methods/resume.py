@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from onptq.models.structure import LINEARS, Block
-from onptq.quantizer.theta import PAIRS, Theta, pair_key
+from onptq.quantizer.theta import Theta, pair_key
 from onptq.run import Run
 
 FOLDER = "init"  # of a run, until theta^(0) is whole
@@ -60,7 +60,7 @@ class RunStore:
 def block_part(theta: Theta, block: Block) -> Theta:
     """The part of theta that belongs to one block. It shares its tensors with theta."""
     paths = [block.path(name) for name in LINEARS]
-    smoothing = {pair_key(block, pair): theta.smoothing[pair_key(block, pair)] for pair in PAIRS}
+    smoothing = {pair_key(block, pair): theta.smoothing[pair_key(block, pair)] for pair in block.producers}
     return Theta(smoothing, {path: theta.linears[path] for path in paths})
 
 

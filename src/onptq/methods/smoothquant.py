@@ -11,9 +11,9 @@ from onptq.engine.prefixes import whole_prompts
 from onptq.methods.layerwise import observing
 from onptq.methods.linears import by_query_head, dense_weight
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.structure import Block
+from onptq.models.structure import PAIRS, Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Theta, pair_key
+from onptq.quantizer.theta import Theta, pair_key
 
 ALPHA = 0.5
 SMOOTHED = ("norm_qkv", "norm_gate_up")  # inputs of o_proj and down_proj are not smoothed, as in the authors' code
@@ -29,7 +29,7 @@ def smoothquant(
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     largest = input_maxima(policy, prompts)
     for block in policy.structure.blocks:
-        for pair in SMOOTHED:
+        for pair in (pair for pair in SMOOTHED if pair in block.producers):
             key = pair_key(block, pair)
             theta.smoothing[key] = migrated(largest[key], weight_maxima(block, pair), ALPHA)
         advance(1)

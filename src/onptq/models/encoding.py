@@ -193,17 +193,12 @@ def _forget_positions(model: nn.Module) -> None:
 
 def _positions(given: Tensor | None, structure: Structure, ids: Tensor) -> Tensor:
     """[A, B, P] for ids [B, P]."""
-    axes = 3 if _is_mrope(structure) else 1
+    axes = structure.axes
     if given is None:
         given = torch.arange(ids.shape[1], device=ids.device)
     elif given.ndim == 3 and given.shape[0] == 4:  # transformers puts plain text positions in front of the three axes
         given = given[1:]
     return given.expand(axes, *ids.shape)
-
-
-def _is_mrope(structure: Structure) -> bool:
-    rope = getattr(structure.decoder.config, "rope_parameters", None) or {}
-    return "mrope_section" in rope
 
 
 @dataclass(frozen=True)

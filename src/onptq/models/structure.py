@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from onptq.errors import OnPTQError
 
@@ -14,6 +15,17 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEARS = {name: ("self_attn", name) for name in ATTENTION} | {name: ("mlp", name) for name in MLP}
 NORMS = ("input_layernorm", "post_attention_layernorm")
+
+# (usual producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
+PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "norm_qkv": ("input_layernorm", ("q_proj", "k_proj", "v_proj")),
+    "norm_gate_up": ("post_attention_layernorm", ("gate_proj", "up_proj")),
+    "v_o": ("v_proj", ("o_proj",)),
+    "up_down": ("up_proj", ("down_proj",)),
+}
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # layer types of transformers
+BEFORE_MLP = "pre_feedforward_layernorm"
+PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,19 @@ class Block:
     heads: int
     kv_heads: int
     head_dim: int
+    producers: Mapping[str, str] = field(default_factory=lambda: PRODUCERS)  # by pair; only pairs that fold
+    layer_type: str = FULL
+    window: int | None = None  # tokens that a query of sliding-window attention sees, itself among them
+    chunk: int | None = None  # tokens of a chunk, beyond which chunked attention sees nothing
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms that smoothing folds into."""
+        return tuple(name for name in self.producers.values() if name not in LINEARS)
+
+    def pair_out_of(self, producer: str) -> str | None:
+        """The pair whose smoothing divides what a norm or linear emits; None where nothing is divided."""
+        return next((pair for pair, name in self.producers.items() if name == producer), None)
 
     @property
     def groups(self) -> int:
@@ -56,6 +81,26 @@ class Structure:
     head: nn.Linear
 
     @property
+    def axes(self) -> int:
+        """Axes of a position: three under M-RoPE, else one."""
+        rope = getattr(self.decoder.config, "rope_parameters", None) or {}
+        return 3 if "mrope_section" in rope else 1
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether any block sees fewer tokens than all before it."""
+        return any(block.window or block.chunk for block in self.blocks)
+
+    def rotary(self, hidden: Tensor, positions: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Cosines and sines of positions [A, B, S], by layer type."""
+        embed: Any = self.decoder.rotary_emb
+        at = positions if positions.shape[0] > 1 else positions[0]
+        types = dict.fromkeys(block.layer_type for block in self.blocks)
+        if "layer_type" in signature(embed.forward).parameters:
+            return {layer_type: embed(hidden, at, layer_type) for layer_type in types}
+        return dict.fromkeys(types, embed(hidden, at))
+
+    @property
     def has_plain_head(self) -> bool:
         """Whether the head multiplies with its weight as it is; one of another quantizer may not."""
         return type(self.head) is nn.Linear and getattr(self.head, "quantization_scheme", None) is None
@@ -80,7 +125,10 @@ def find_structure(model: nn.Module, *, linears: type[nn.Module] = nn.Linear) ->
     head = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, linears):
         raise OnPTQError(f"{type(model).__name__} has no linear output head; expected an autoregressive language model")
-    return Structure(decoder, tuple(_blocks(decoder)), head)  # type: ignore[arg-type]
+    structure = Structure(decoder, tuple(_blocks(decoder)), head)  # type: ignore[arg-type]
+    if structure.narrowed and structure.axes > 1:
+        raise OnPTQError(f"{type(decoder).__name__} has sliding-window attention over M-RoPE positions: unsupported")
+    return structure
 
 
 def _is_decoder(module: nn.Module, linears: type[nn.Module]) -> bool:
@@ -99,11 +147,31 @@ def _is_block(layer: nn.Module, linears: type[nn.Module]) -> bool:
 
 def _blocks(decoder: nn.Module) -> Iterator[Block]:
     config: Any = decoder.config
+    types = getattr(config, "layer_types", None)
     for index, layer in enumerate(decoder.layers):  # type: ignore[arg-type]
         attention = layer.self_attn
-        if getattr(attention, "sliding_window", None):
+        window = getattr(attention, "sliding_window", None) or (
+            None if types else getattr(config, "sliding_window", None)
+        )
+        layer_type = types[index] if types else SLIDING if window else FULL
+        if layer_type not in (FULL, SLIDING, CHUNKED):
             raise OnPTQError(
-                f"layer {index} uses sliding-window attention ({attention.sliding_window} tokens); "
-                "only full attention is supported, set use_sliding_window to false if the model allows it"
+                f"layer {index} ({type(layer).__name__}) is of type {layer_type!r}; expected one of {FULL}, {SLIDING}, "
+                f"{CHUNKED}"
             )
-        yield Block(index, layer, config.num_attention_heads, config.num_key_value_heads, attention.head_dim)
+        yield Block(
+            index,
+            layer,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            attention.head_dim,
+            _producers(layer),
+            layer_type,
+            (window or config.sliding_window) if layer_type == SLIDING else None,
+            config.attention_chunk_size if layer_type == CHUNKED else None,
+        )
+
+
+def _producers(layer: nn.Module) -> Mapping[str, str]:
+    """The producers of a block's pairs: with sandwich norms, gate and up read a norm of their own."""
+    return PRODUCERS | {"norm_gate_up": BEFORE_MLP} if hasattr(layer, BEFORE_MLP) else PRODUCERS
