@@ -29,6 +29,7 @@ from onptq.cycle.rounds import Cycle, bank_figures
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
+from onptq.engine.agreement import check_agreement
 from onptq.engine.budget import cached_bytes
 from onptq.engine.memory import free_memory, peak_memory
 from onptq.engine.prompts import EncodedPrompts
@@ -261,6 +262,7 @@ def encode_prompts(
 ) -> tuple[EncodedPrompts, EncodedPrompts]:
     """Calibration and held-out prompts, through the towers once for the whole run; `prompts.parquet` records them."""
     prompts, recipe = job.prompts.every, job.recipe
+    check_agreement(policy, processor, prompts)
     with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
         inputs = processor.ahead(prompts, recipe.follow.max_tokens)
         each = encode_each(policy, inputs, [prompt.ordinal for prompt in prompts], bar.advance)

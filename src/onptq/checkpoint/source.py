@@ -139,7 +139,7 @@ def choose_dtype(dtype: str, device: torch.device, note: Callable[[str], None] =
 
 def _source(name: str, folder: Path) -> Source:
     checkpoint = read_folder(folder)
-    source = Source(name, folder, checkpoint.config, family_of(checkpoint.config))
+    source = Source(name, folder, checkpoint.config, family_of(checkpoint.config, checkpoint.tensors))
     source.__dict__["checkpoint"] = checkpoint
     return source
 

@@ -117,9 +117,10 @@ def find_structure(model: nn.Module, *, linears: type[nn.Module] = nn.Linear) ->
     `linears` is the type that linears and head must have: `nn.Module` admits packed ones of any quantizer."""
     decoders = [module for module in model.modules() if _is_decoder(module, linears)]
     if len(decoders) != 1:
+        near = "" if decoders else "".join(f"; {lack}" for lack in _lacks(model, linears))
         raise OnPTQError(
             f"{type(model).__name__} has {len(decoders)} language models with q/k/v/o and gate/up/down linears in "
-            "every layer; expected exactly one"
+            f"every layer; expected exactly one{near}"
         )
     decoder = decoders[0]
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -131,6 +132,26 @@ def find_structure(model: nn.Module, *, linears: type[nn.Module] = nn.Linear) ->
     return structure
 
 
+def _lacks(model: nn.Module, linears: type[nn.Module]) -> Iterator[str]:
+    """What the first unsuitable layer of everything that has embeddings and layers lacks."""
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "embed_tokens"):
+            for index, layer in enumerate(module.layers):  # type: ignore[arg-type]
+                if not _is_block(layer, linears):
+                    parts = [".".join(place) for place in LINEARS.values()]
+                    missing = [part for part in parts if not isinstance(_part(layer, part), linears)]
+                    missing += [
+                        f"a weight of {norm}" for norm in NORMS if not hasattr(getattr(layer, norm, None), "weight")
+                    ]
+                    yield f"{path}: layers.{index} ({type(layer).__name__}) lacks {', '.join(missing)}"
+                    break
+
+
+def _part(layer: nn.Module, path: str) -> Any:
+    parent, name = path.split(".")
+    return getattr(getattr(layer, parent, None), name, None)
+
+
 def _is_decoder(module: nn.Module, linears: type[nn.Module]) -> bool:
     if not all(hasattr(module, name) for name in ("embed_tokens", "rotary_emb", "norm", "layers")):
         return False
@@ -139,9 +160,7 @@ def _is_decoder(module: nn.Module, linears: type[nn.Module]) -> bool:
 
 
 def _is_block(layer: nn.Module, linears: type[nn.Module]) -> bool:
-    seven = all(
-        isinstance(getattr(getattr(layer, parent, None), name, None), linears) for parent, name in LINEARS.values()
-    )
+    seven = all(isinstance(_part(layer, ".".join(place)), linears) for place in LINEARS.values())
     return seven and all(hasattr(getattr(layer, norm, None), "weight") for norm in NORMS)
 
 
