@@ -185,6 +185,64 @@ CLASSES = {
         towers=("vision_tower", "multi_modal_projector"),
         torchvision=True,
     ),
+    "ministral3": RandomClass(
+        "mistral3",
+        lambda ids: {
+            "text_config": TEXT
+            | {
+                "model_type": "ministral3",
+                "sliding_window": None,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 32,
+                    "max_position_embeddings": 512,
+                    "llama_4_scaling_beta": 0.5,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                },
+            },
+            "vision_config": TOWER | {"model_type": "pixtral", "image_size": 112, "patch_size": 14, "head_dim": 16},
+            "image_token_index": ids["[IMG]"],
+            "spatial_merge_size": 2,
+            "vision_feature_layer": -1,
+        },
+        {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2, "image_token": "[IMG]"},
+        {"image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 14, "width": 14}}
+        | {"size": {"longest_edge": 112}},
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        "[IMG]",
+        towers=("vision_tower", "multi_modal_projector"),
+        torchvision=True,
+    ),
+    "qwen2_audio": RandomClass(
+        "qwen2_audio",
+        lambda ids: {
+            "text_config": _qwen_text(),
+            "audio_config": {"model_type": "qwen2_audio_encoder", "num_mel_bins": 16, "d_model": 32}
+            | {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64},
+            "audio_token_index": ids["<|AUDIO|>"],
+        },
+        {"processor_class": "Qwen2AudioProcessor"},
+        {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "sampling_rate": 16_000}
+        | {"hop_length": 160, "chunk_length": 30, "n_fft": 400, "return_attention_mask": True},
+        ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+        "<|audio_bos|><|AUDIO|><|audio_eos|>",
+        towers=("audio_tower", "multi_modal_projector"),
+        modalities=frozenset({"text", "audio"}),
+    ),
+    "mistral": RandomClass(
+        "mistral",
+        lambda ids: TEXT | {"sliding_window": 24},
+        {},
+        {},
+        (),
+        "",
+        modalities=frozenset({"text"}),
+    ),
     "llava_onevision": RandomClass(
         "llava_onevision",
         lambda ids: {
@@ -285,7 +343,7 @@ def write_class(name: str, folder: Path, prompts: int = PROMPTS) -> Path:
         special=(*QWEN.special, *made.special),
         stops=QWEN.stops,
         pad=QWEN.pad,
-        template=CHATML.replace("IMAGE_PART", made.part).replace("AUDIO_PART", ""),
+        template=CHATML.replace("IMAGE_PART", made.part).replace("AUDIO_PART", made.part),
         roles=made.roles,
     )
     ids = write_tokenizer(folder, tokens, VOCABULARY)

@@ -95,6 +95,7 @@ class Stream:
         batch = PromptBatch.of(sequences)
         tokens = whole_prompts(batch)
         self.sequences, self.real, self.deepstack = batch.prompts, batch.real, batch.deepstack
+        self._structure, self._positions = policy.structure, batch.positions
         self._masks = layer_masks(policy.structure, tokens)
         self._rotary = policy.structure.rotary(batch.embeds, batch.positions)
         self.hidden = batch.embeds
@@ -106,8 +107,7 @@ class Stream:
         return out + self.deepstack[block.index] if block.index < len(self.deepstack) else out
 
     def _around(self, block: Block) -> dict[str, Any]:
-        mask, rotary = self._masks[block.layer_type], self._rotary[block.layer_type]
-        return {"attention_mask": mask, "position_embeddings": rotary, "past_key_values": None}
+        return self._structure.arguments(block, self._positions, self._masks[block.layer_type], self._rotary)  # type: ignore[no-any-return]
 
     def inputs(self, block: Block) -> dict[str, Tensor]:
         """The inputs of each pair's consumers, [B, S, I], from one run of the block."""

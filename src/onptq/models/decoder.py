@@ -169,9 +169,10 @@ def run_blocks(
         hidden = hidden.detach().requires_grad_()  # or the first block's parameters would have no gradient
 
     def step(block: Block, hidden: Tensor) -> Tensor:
-        mask, turned = masks[block.layer_type], rotary[block.layer_type]
+        mask = masks[block.layer_type]
+        arguments = structure.arguments(block, tokens.positions, mask, rotary, cache)
         with trusted_attention(), in_groups(block.module) if mask is not None and groups else nullcontext():
-            out: Tensor = block.module(hidden, attention_mask=mask, position_embeddings=turned, past_key_values=cache)
+            out: Tensor = block.module(hidden, **arguments)
         return out
 
     for block in structure.blocks:

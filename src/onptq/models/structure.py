@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ BEFORE_MLP = "pre_feedforward_layernorm"
 PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
 
 
+Rotary = Mapping[str, tuple[Tensor, Tensor]]  # cosines and sines by layer type
+
+
 @dataclass(frozen=True)
 class Block:
     """One decoder layer. Its linears stay reachable by name after they have been wrapped."""
@@ -41,6 +44,7 @@ class Block:
     layer_type: str = FULL
     window: int | None = None  # tokens that a query of sliding-window attention sees, itself among them
     chunk: int | None = None  # tokens of a chunk, beyond which chunked attention sees nothing
+    wants_positions: bool = False  # beside the rotary embedding
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -91,7 +95,18 @@ class Structure:
         """Whether any block sees fewer tokens than all before it."""
         return any(block.window or block.chunk for block in self.blocks)
 
-    def rotary(self, hidden: Tensor, positions: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
+    def arguments(self, block: Block, positions: Tensor, mask: Tensor | None, rotary: Rotary, cache: Any = None) -> Any:
+        """The keyword arguments of a block, or of its attention, for tokens at positions [A, B, S]."""
+        arguments = {
+            "attention_mask": mask,
+            "position_embeddings": rotary[block.layer_type],
+            "past_key_values": cache,
+        }
+        if block.wants_positions:
+            arguments["position_ids"] = positions[0]
+        return arguments
+
+    def rotary(self, hidden: Tensor, positions: Tensor) -> Rotary:
         """Cosines and sines of positions [A, B, S], by layer type."""
         embed: Any = self.decoder.rotary_emb
         at = positions if positions.shape[0] > 1 else positions[0]
@@ -188,7 +203,13 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
             layer_type,
             (window or config.sliding_window) if layer_type == SLIDING else None,
             config.attention_chunk_size if layer_type == CHUNKED else None,
+            _requires(attention, "position_ids"),
         )
+
+
+def _requires(module: nn.Module, argument: str) -> bool:
+    parameter = signature(module.forward).parameters.get(argument)
+    return parameter is not None and parameter.default is Parameter.empty
 
 
 def _producers(layer: nn.Module) -> Mapping[str, str]:

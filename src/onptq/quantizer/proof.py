@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,10 +67,9 @@ def _failing(structure: Structure, block: Block) -> Iterator[str]:
     }
     hidden = SIZE * torch.randn(1, TOKENS, structure.embedding.weight.shape[1], generator=draw).to(device)
     positions = torch.arange(TOKENS, device=device).expand(structure.axes, 1, -1)
-    rotary = structure.rotary(hidden, positions)[block.layer_type]
+    arguments = structure.arguments(block, positions, None, structure.rotary(hidden, positions))
 
     def output(changed: Mapping[str, Tensor]) -> Tensor:
-        arguments: dict[str, Any] = {"attention_mask": None, "position_embeddings": rotary, "past_key_values": None}
         with trusted_attention():
             out: Tensor = functional_call(module, tensors | dict(changed), (hidden,), arguments)
         return out
