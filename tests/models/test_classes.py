@@ -41,14 +41,11 @@ from onptq.run import final_theta
 from onptq.schemes import Scheme
 
 HORIZON, VISITED = 3, 2
-NAMES = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(not is_torchvision_available(), reason="its processor needs torchvision")
-    )
-    if made.torchvision
-    else name
-    for name, made in CLASSES.items()
-]
+TORCHVISION = (
+    pytest.mark.torchvision,
+    pytest.mark.skipif(not is_torchvision_available(), reason="its processor needs torchvision"),
+)
+NAMES = [pytest.param(name, marks=TORCHVISION) if made.torchvision else name for name, made in CLASSES.items()]
 SHORT = {
     "scheme": "W4A8",
     "rounds": 1,

@@ -45,8 +45,8 @@ def _visible(mask: Any, length: int) -> Tensor | None:
     """[P, P] True where a query sees a key; None without a mask of queries and keys."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return None
-    mask = mask[0, 0, :length, :length]
-    return mask if mask.dtype == torch.bool else mask == 0
+    seen: Tensor = mask[0, 0, :length, :length]
+    return seen if seen.dtype == torch.bool else seen == 0
 
 
 def _runs(visible: Tensor) -> Tensor:
