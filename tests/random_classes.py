@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ class RandomClass:
     part: str  # what the chat template writes for an image
     roles: Mapping[str, str] | None = None
     towers: tuple[str, ...] = ()
-    pairs: int = 4  # that fold in every block
+    unfolded: tuple[str, ...] = ()  # pairs that do not fold, as the proof names them
+    published: Mapping[str, Any] = field(default_factory=dict)  # of the text config, where defaults are no checkpoint's
     torchvision: bool = False  # whether its processor needs it
     modalities: frozenset[str] = frozenset({"text", "image"})
 
@@ -242,6 +243,89 @@ CLASSES = {
         (),
         "",
         modalities=frozenset({"text"}),
+    ),
+    "phi3": RandomClass(
+        "phi3",
+        lambda ids: (
+            TEXT
+            | {
+                "sliding_window": 24,
+                "resid_pdrop": 0.0,
+                "rope_parameters": {"rope_type": "default"} | {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            }
+        ),
+        {},
+        {},
+        (),
+        "",
+        modalities=frozenset({"text"}),
+    ),
+    "glm4v": RandomClass(
+        "glm4v",
+        lambda ids: {
+            "text_config": TEXT
+            | {
+                "model_type": "glm4v_text",
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                | {"mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+            | {"out_hidden_size": 64, "image_size": 112, "patch_size": 14, "spatial_merge_size": 2}
+            | {"temporal_patch_size": 2},
+            "image_token_id": ids["<|image|>"],
+            "video_token_id": ids["<|video|>"],
+            "image_start_token_id": ids["<|begin_of_image|>"],
+            "image_end_token_id": ids["<|end_of_image|>"],
+            "video_start_token_id": ids["<|begin_of_video|>"],
+            "video_end_token_id": ids["<|end_of_video|>"],
+        },
+        {"processor_class": "Glm4vProcessor"},
+        {"image_processor_type": "Glm4vImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+        | {"size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}},
+        ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        {"image_token": "<|image|>", "video_token": "<|video|>"},
+        towers=("visual",),
+        published={
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            | {"mrope_section": [8, 12, 12]}
+        },
+        torchvision=True,
+    ),
+    "gemma4": RandomClass(
+        "gemma4",
+        lambda ids: {
+            "text_config": TEXT
+            | {"model_type": "gemma4_text", "num_hidden_layers": 3, "sliding_window": 24, "global_head_dim": 64}
+            | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+            | {
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "hidden_size_per_layer_input": 0,
+                "use_bidirectional_attention": "vision",
+            }
+            | {"num_kv_shared_layers": 0, "enable_moe_block": False, "num_key_value_heads": 2},
+            "vision_config": TOWER
+            | {"model_type": "gemma4_vision", "patch_size": 14, "head_dim": 16, "num_key_value_heads": 2}
+            | {"pooling_kernel_size": 2, "position_embedding_size": 64},
+            "audio_config": None,
+            "image_token_id": ids["<|image|>"],
+            "boi_token_id": ids["<|image>"],
+            "eoi_token_id": ids["<image|>"],
+            "audio_token_id": ids["<|audio|>"],
+            "video_token_id": ids["<|video|>"],
+        },
+        {"processor_class": "Gemma4Processor", "image_seq_length": 4},
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 14, "pooling_kernel_size": 2}
+        | {"max_soft_tokens": 70},
+        ("<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"),
+        "<|image|>",
+        {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>"}
+        | {"boa_token": "<|audio>", "eoa_token": "<audio|>", "video_token": "<|video|>"},
+        towers=("vision_tower", "embed_vision"),
+        unfolded=("v_proj -> o_proj does not fold in 2 of 3 layers",),
+        published={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True},
+        torchvision=True,
     ),
     "llava_onevision": RandomClass(
         "llava_onevision",

@@ -140,7 +140,9 @@ def check(
     check_apart(source.folder, out)
     check_apart(source.folder, run_home(out))
     scheme = Scheme.parse(recipe.scheme)
-    checkpoint, decoder = check_exportable(source.folder, (*source.family.ignore, *source.family.other_models))
+    checkpoint, decoder = check_exportable(
+        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
+    )
     check_groups(checkpoint, decoder, scheme)
     if not (out / CONFIG).exists():
         check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
@@ -350,6 +352,7 @@ def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, 
             job.scheme,
             ignore=family.ignore,
             other_models=family.other_models,
+            linears=family.linears,
             provenance=read_provenance(run, job.recipe, job.prompts),
             results=read_results(run.home, job.recipe),
             name=job.source.name,

@@ -83,7 +83,9 @@ class Source:
     def storage(self) -> torch.dtype:
         """The dtype of the language model's linears on disk, which folded gains and scales are rounded to."""
         checkpoint = self.checkpoint.require_whole()
-        decoder = find_decoder(checkpoint.tensors, (*self.family.ignore, *self.family.other_models))
+        decoder = find_decoder(
+            checkpoint.tensors, (*self.family.ignore, *self.family.other_models), self.family.linears
+        )
         return STORED[storage_dtype(checkpoint, decoder)]
 
 

@@ -25,7 +25,7 @@ from onptq.quantizer.weights import fake_quantize_weight, smoothed
 
 EXPONENTS = tuple(n / 20 for n in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
 CLIPS = tuple(1 - n / 20 for n in range(10))  # 1 down to 0.55 of the range
-CLIPPED = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CLIPPED = ("v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 CLIP_TOKENS = 512
 FLOOR = 1e-4
 ROWS = 256  # rows clipped at a time: their partial outputs are [rows, groups, tokens]
@@ -60,7 +60,8 @@ def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream]) 
     for pair in block.producers:
         xs = [x[pair] for x in inputs]
         theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, streams, xs)
-    for name in CLIPPED if policy.scheme.quantizes_weights else ():
+    clipped = [name for name in block.linears if name in CLIPPED]
+    for name in clipped if policy.scheme.quantizes_weights else ():
         tokens = torch.cat([x[PAIR_INTO[name]][stream.real] for x, stream in zip(inputs, streams, strict=True)])
         theta.linears[block.path(name)] = Free(_best_clips(policy, theta, block, name, tokens))
 

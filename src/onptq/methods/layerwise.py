@@ -77,7 +77,7 @@ def observing(
         return lambda module, args: observe(block, pair, args[0])
 
     hooks = [
-        block.child(PAIRS[pair][1][0]).register_forward_pre_hook(hook(block, pair))
+        block.child(block.consumers(pair)[0]).register_forward_pre_hook(hook(block, pair))
         for block in blocks
         for pair in pairs
     ]
@@ -124,11 +124,11 @@ class Stream:
         """The output that a pair's error is measured on: of the attention for q/k/v, of the MLP for gate/up, of the linear
         itself for o and down."""
         if pair == "norm_qkv":
-            attention = block.owner("q_proj")
+            attention = block.owner("o_proj")
             with trusted_attention():
                 out: Tensor = attention(hidden_states=x, **self._around(block))[0]
             return out
-        module = block.owner("gate_proj") if pair == "norm_gate_up" else block.child(PAIRS[pair][1][0])
+        module = block.owner("down_proj") if pair == "norm_gate_up" else block.child(block.consumers(pair)[0])
         return module(x)  # type: ignore[no-any-return]
 
     def pad(self, values: Mapping[int, Tensor], fill: float = 0.0) -> Tensor:

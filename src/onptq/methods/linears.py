@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from onptq.models.structure import PAIRS, Block
+from onptq.models.structure import Block
 from onptq.quantizer.numerics import fake_quantize_activations
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, log_scales_in
@@ -73,7 +73,7 @@ def quantized_linears(
     policy: Policy, theta: Theta, block: Block, pairs: Iterable[str], *, activations: bool = True
 ) -> dict[str, LinearFunction]:
     """The consumers of some pairs, as theta deploys them."""
-    names = [name for pair in pairs for name in PAIRS[pair][1]]
+    names = [name for pair in pairs for name in block.consumers(pair)]
     return {name: quantized_linear(policy, theta, block, name, activations=activations) for name in names}
 
 

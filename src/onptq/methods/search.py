@@ -66,8 +66,8 @@ def _fit(policy: Policy, theta: Theta, block: Block, inputs: dict[str, Tensor]) 
     """Search one block's smoothing and ratios, in place."""
     for pair in block.producers:
         theta.smoothing[pair_key(block, pair)] = _best_smoothing(policy, theta, block, pair, inputs)
-    for _, consumers in PAIRS.values():
-        for name in consumers:
+    for pair in PAIRS:
+        for name in block.consumers(pair):
             theta.linears[block.path(name)] = Free(_best_ratio(policy, theta, block, name, inputs))
 
 
@@ -96,7 +96,7 @@ def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[in
 
 def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, inputs: dict[str, Tensor]) -> Tensor:
     """log s, of no smoothing and every strength, with the least relative output error summed over the consumers."""
-    key, consumers, x = pair_key(block, pair), PAIRS[pair][1], inputs[pair]
+    key, consumers, x = pair_key(block, pair), block.consumers(pair), inputs[pair]
     outputs = {name: x @ dense_weight(block, name).T for name in consumers}
     x_max = by_query_head(x.abs().amax(0).float(), block, pair).amax(0)
     w_max = weight_maxima(block, pair)

@@ -11,7 +11,7 @@ from onptq.engine.prefixes import whole_prompts
 from onptq.methods.layerwise import observing
 from onptq.methods.linears import by_query_head, dense_weight
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.structure import PAIRS, Block
+from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
 
@@ -44,7 +44,7 @@ def migrated(x_max: Tensor, w_max: Tensor, alpha: float) -> Tensor:
 
 def weight_maxima(block: Block, pair: str) -> Tensor:
     """amax over the rows of all consumers of every weight column that one scale multiplies."""
-    columns = [dense_weight(block, name).abs().amax(0).float() for name in PAIRS[pair][1]]
+    columns = [dense_weight(block, name).abs().amax(0).float() for name in block.consumers(pair)]
     return by_query_head(torch.stack(columns).amax(0), block, pair).amax(0)
 
 

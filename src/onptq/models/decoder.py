@@ -160,10 +160,12 @@ def run_blocks(
     hidden = tokens.embeds
     rotary = structure.rotary(hidden, tokens.positions)
     masks = layer_masks(structure, tokens, cache)
-    groups = structure.blocks[0].groups if any(map(wants_groups, masks.values())) else 0
-    if groups:
+    grouped = any(map(wants_groups, masks.values()))
+    if grouped:
+        groups = {block.layer_type: block.groups for block in structure.blocks}
         masks = {
-            kind: None if mask is None else grouped_mask(mask, groups, hidden.dtype) for kind, mask in masks.items()
+            kind: None if mask is None else grouped_mask(mask, groups[kind], hidden.dtype)
+            for kind, mask in masks.items()
         }
     if checkpointed:
         hidden = hidden.detach().requires_grad_()  # or the first block's parameters would have no gradient
@@ -171,7 +173,7 @@ def run_blocks(
     def step(block: Block, hidden: Tensor) -> Tensor:
         mask = masks[block.layer_type]
         arguments = structure.arguments(block, tokens.positions, mask, rotary, cache)
-        with trusted_attention(), in_groups(block.module) if mask is not None and groups else nullcontext():
+        with trusted_attention(), in_groups(block.module) if mask is not None and grouped else nullcontext():
             out: Tensor = block.module(hidden, **arguments)
         return out
 

@@ -24,7 +24,7 @@ AUTO_CLASSES = (  # of transformers, each a mapping from model_type to the class
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layers", "depth", "encoder_layers", "num_experts")
 LAYERS = 1000  # that a model may have: more would take for ever to build
 TRIED_TOKENS = 2
-_QUERY = re.compile(r"((?:.*\.)?)layers\.\d+\.self_attn\.q_proj\.\w+")
+_QUERY = re.compile(r"((?:.*\.)?)layers\.\d+\.self_attn\.(?:q|qkv)_proj\.\w+")
 
 
 def model_class(model_type: str) -> str | None:
@@ -48,17 +48,27 @@ def derive_family(config: Mapping[str, Any], names: Collection[str] = ()) -> Fam
     for stored in sorted({match[1] for match in map(_QUERY.fullmatch, names) if match}):
         if beside.isdisjoint(stored.split(".")):  # else it is the stack of a tower
             beside.update(_beside(stored, names))
-    media = tuple(kind for kind in ("image", "audio") if kind in built.takes) if beside else ()
     towers = tuple(_towers(beside))
-    return Family(model_type, (model_type,), built.model_class, towers=towers, derived=True, by_processor=media)
+    has = {"image": any("audio" not in part for part in beside), "audio": any("audio" in part for part in beside)}
+    media = tuple(kind for kind in ("image", "audio") if kind in built.takes and has[kind])
+    return Family(
+        model_type,
+        (model_type,),
+        built.model_class,
+        towers=towers,
+        linears=built.linears,
+        derived=True,
+        by_processor=media,
+    )
 
 
 @dataclass(frozen=True)
 class _Built:
-    """What a class on the meta device says: its name, the parts beside its decoder, and what it takes."""
+    """What a class on the meta device says: its name, the parts beside its decoder, its linears, and what it takes."""
 
     model_class: str
     beside: tuple[str, ...]
+    linears: tuple[str, ...]  # empty where they are the usual ones
     takes: frozenset[str]
 
 
@@ -68,7 +78,7 @@ def _built(config_json: str) -> _Built:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from onptq.models.structure import find_structure
+    from onptq.models.structure import LINEARS, find_structure
 
     config = json.loads(config_json)
     name = model_class(config["model_type"])
@@ -90,7 +100,9 @@ def _built(config_json: str) -> _Built:
     parameters = [parameter for parameter, _ in model.named_parameters()]
     given = model.input_modalities
     takes = frozenset((given,) if isinstance(given, str) else given)
-    return _Built(name, tuple(_beside(f"{path}." if path else "", parameters)), takes)
+    usual = all(block.linears == tuple(LINEARS) for block in structure.blocks)
+    linears = () if usual else tuple(block.path(one) for block in structure.blocks for one in block.linears)
+    return _Built(name, tuple(_beside(f"{path}." if path else "", parameters)), linears, takes)
 
 
 def _depths(config: Any) -> Iterator[int]:

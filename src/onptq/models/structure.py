@@ -14,6 +14,8 @@ from onptq.errors import OnPTQError
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEARS = {name: ("self_attn", name) for name in ATTENTION} | {name: ("mlp", name) for name in MLP}
+QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # linears that some classes fuse, their parts row by row
+PLACES = LINEARS | {QKV: ("self_attn", QKV), GATE_UP: ("mlp", GATE_UP)}
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 # (usual producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
@@ -24,6 +26,7 @@ PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
     "up_down": ("up_proj", ("down_proj",)),
 }
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # layer types of transformers
+POSITIONS, SHARED = "position_ids", "shared_kv_states"  # arguments that some attentions require
 BEFORE_MLP = "pre_feedforward_layernorm"
 PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
 
@@ -41,15 +44,28 @@ class Block:
     kv_heads: int
     head_dim: int
     producers: Mapping[str, str] = field(default_factory=lambda: PRODUCERS)  # by pair; only pairs that fold
+    linears: tuple[str, ...] = tuple(LINEARS)
     layer_type: str = FULL
     window: int | None = None  # tokens that a query of sliding-window attention sees, itself among them
     chunk: int | None = None  # tokens of a chunk, beyond which chunked attention sees nothing
-    wants_positions: bool = False  # beside the rotary embedding
+    wants: frozenset[str] = frozenset()  # arguments that its attention requires besides the usual ones
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The norms that smoothing folds into."""
-        return tuple(name for name in self.producers.values() if name not in LINEARS)
+        return tuple(name for name in self.producers.values() if name not in PLACES)
+
+    def consumers(self, pair: str) -> tuple[str, ...]:
+        """The linears whose input columns a pair's smoothing multiplies."""
+        fused = {"norm_qkv": QKV, "norm_gate_up": GATE_UP}.get(pair)
+        return tuple(name for name in self.linears if name in PAIRS[pair][1] or name == fused)
+
+    def emitted(self, producer: str) -> int:
+        """The first row of a producer that its smoothing divides: values are the last of q, k, v, and up is behind gate."""
+        if producer == QKV:
+            return (self.heads + self.kv_heads) * self.head_dim
+        rows: int = self.child(producer).weight.shape[0]  # type: ignore[union-attr, index, assignment]
+        return rows // 2 if producer == GATE_UP else 0
 
     def pair_out_of(self, producer: str) -> str | None:
         """The pair whose smoothing divides what a norm or linear emits; None where nothing is divided."""
@@ -61,7 +77,7 @@ class Block:
         return self.heads // self.kv_heads
 
     def owner(self, name: str) -> nn.Module:
-        parent = LINEARS[name][0] if name in LINEARS else None
+        parent = PLACES[name][0] if name in PLACES else None
         return getattr(self.module, parent) if parent else self.module
 
     def child(self, name: str) -> nn.Module:
@@ -73,7 +89,7 @@ class Block:
 
     def path(self, name: str) -> str:
         """The name relative to the decoder, as checkpoints spell it: `layers.3.self_attn.q_proj`."""
-        return ".".join((f"layers.{self.index}", *LINEARS.get(name, (name,))))
+        return ".".join((f"layers.{self.index}", *PLACES.get(name, (name,))))
 
 
 @dataclass(frozen=True)
@@ -102,8 +118,10 @@ class Structure:
             "position_embeddings": rotary[block.layer_type],
             "past_key_values": cache,
         }
-        if block.wants_positions:
-            arguments["position_ids"] = positions[0]
+        if POSITIONS in block.wants:
+            arguments[POSITIONS] = positions[0]
+        if SHARED in block.wants:
+            arguments[SHARED] = {}  # what a layer leaves there for another one: no layer may read it
         return arguments
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Rotary:
@@ -153,18 +171,12 @@ def _lacks(model: nn.Module, linears: type[nn.Module]) -> Iterator[str]:
         if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "embed_tokens"):
             for index, layer in enumerate(module.layers):  # type: ignore[arg-type]
                 if not _is_block(layer, linears):
-                    parts = [".".join(place) for place in LINEARS.values()]
-                    missing = [part for part in parts if not isinstance(_part(layer, part), linears)]
+                    missing = _missing(layer, linears)
                     missing += [
                         f"a weight of {norm}" for norm in NORMS if not hasattr(getattr(layer, norm, None), "weight")
                     ]
                     yield f"{path}: layers.{index} ({type(layer).__name__}) lacks {', '.join(missing)}"
                     break
-
-
-def _part(layer: nn.Module, path: str) -> Any:
-    parent, name = path.split(".")
-    return getattr(getattr(layer, parent, None), name, None)
 
 
 def _is_decoder(module: nn.Module, linears: type[nn.Module]) -> bool:
@@ -175,8 +187,30 @@ def _is_decoder(module: nn.Module, linears: type[nn.Module]) -> bool:
 
 
 def _is_block(layer: nn.Module, linears: type[nn.Module]) -> bool:
-    seven = all(isinstance(_part(layer, ".".join(place)), linears) for place in LINEARS.values())
-    return seven and all(hasattr(getattr(layer, norm, None), "weight") for norm in NORMS)
+    return not _missing(layer, linears) and all(hasattr(getattr(layer, norm, None), "weight") for norm in NORMS)
+
+
+def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
+    """Those of the seven linears that a layer has neither alone nor fused; values may be keys (Gemma 4's v_proj is None)."""
+
+    def has(name: str) -> bool:
+        parent, child = PLACES[name]
+        return isinstance(getattr(getattr(layer, parent, None), child, None), linears)
+
+    missing = [name for name in LINEARS if not has(name)]
+    if has(QKV):
+        missing = [name for name in missing if name not in PAIRS["norm_qkv"][1]]
+    if has(GATE_UP):
+        missing = [name for name in missing if name not in PAIRS["norm_gate_up"][1]]
+    if missing == ["v_proj"] and getattr(getattr(layer, "self_attn", None), "v_proj", layer) is None:
+        missing = []
+    return [".".join(LINEARS[name]) for name in missing]
+
+
+def _linears(layer: nn.Module) -> tuple[str, ...]:
+    """The names of a layer's linears, in the order in which it runs them."""
+    order = ("q_proj", "k_proj", "v_proj", QKV, "o_proj", "gate_proj", "up_proj", GATE_UP, "down_proj")
+    return tuple(name for name in order if getattr(getattr(layer, PLACES[name][0]), name, None) is not None)
 
 
 def _blocks(decoder: nn.Module) -> Iterator[Block]:
@@ -196,14 +230,15 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
         yield Block(
             index,
             layer,
-            config.num_attention_heads,
-            config.num_key_value_heads,
+            _heads(attention, "o_proj", "in_features") or config.num_attention_heads,
+            _heads(attention, "k_proj", "out_features") or config.num_key_value_heads,
             attention.head_dim,
             _producers(layer),
+            _linears(layer),
             layer_type,
             (window or config.sliding_window) if layer_type == SLIDING else None,
             config.attention_chunk_size if layer_type == CHUNKED else None,
-            _requires(attention, "position_ids"),
+            frozenset(name for name in (POSITIONS, SHARED) if _requires(attention, name)),
         )
 
 
@@ -214,4 +249,20 @@ def _requires(module: nn.Module, argument: str) -> bool:
 
 def _producers(layer: nn.Module) -> Mapping[str, str]:
     """The producers of a block's pairs: with sandwich norms, gate and up read a norm of their own."""
-    return PRODUCERS | {"norm_gate_up": BEFORE_MLP} if hasattr(layer, BEFORE_MLP) else PRODUCERS
+    producers = dict(PRODUCERS)
+    if hasattr(layer, BEFORE_MLP):
+        producers["norm_gate_up"] = BEFORE_MLP
+    present = _linears(layer)
+    if QKV in present:
+        producers["v_o"] = QKV
+    elif "v_proj" not in present:
+        del producers["v_o"]
+    if GATE_UP in present:
+        producers["up_down"] = GATE_UP
+    return producers
+
+
+def _heads(attention: Any, name: str, features: str) -> int:
+    """The heads of one layer by a linear's width; those of another type may have fewer. 0 where it is not a plain one."""
+    linear = getattr(attention, name, None)
+    return getattr(linear, features) // attention.head_dim if type(linear) is nn.Linear else 0

@@ -10,7 +10,7 @@ from torch import nn
 
 from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel, Side
-from onptq.models.structure import LINEARS, Block, find_structure
+from onptq.models.structure import Block, find_structure
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.modules import Keep, Live, QuantLinear, QuantNorm, Switch
 from onptq.quantizer.proof import prove
@@ -121,7 +121,7 @@ class Policy(LanguageModel):
                 norm = QuantNorm(block.child(name), block, name, self.storage, self.switch)
                 block.replace(name, norm)
                 yield norm
-            for name in LINEARS:
+            for name in block.linears:
                 linear = block.child(name)
                 assert isinstance(linear, nn.Linear)
                 wrapped = QuantLinear(linear, block, name, self.scheme, self.storage, self.switch)

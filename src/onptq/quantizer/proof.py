@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from onptq.models.attention import trusted_attention
-from onptq.models.structure import LINEARS, PAIRS, Block, Structure
+from onptq.models.structure import PAIRS, PLACES, Block, Structure
 from onptq.quantizer.norms import divided_gain, gain_offset
 from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out, pair_key, pair_width
 from onptq.quantizer.weights import smoothed
@@ -34,7 +34,7 @@ def prove(structure: Structure) -> tuple[Structure, tuple[str, ...]]:
         if kind not in failed:
             failed[kind] = list(_failing(structure, block))
         for pair in failed[kind]:
-            pair_of = f"{block.producers[pair]} -> {', '.join(PAIRS[pair][1])}"
+            pair_of = f"{block.producers[pair]} -> {', '.join(block.consumers(pair))}"
             where.setdefault(pair_of, []).append(f"layers.{block.index} ({type(block.module).__name__})")
         blocks.append(without(block, failed[kind]))
     sentences = (
@@ -81,7 +81,7 @@ def _failing(structure: Structure, block: Block) -> Iterator[str]:
         theta, alone = Theta({pair_key(block, pair): u.to(device)}), without(block, [p for p in PAIRS if p != pair])
         consumed = {
             f"{_inner(name)}.weight": smoothed(tensors[f"{_inner(name)}.weight"], log_in, None)
-            for name in PAIRS[pair][1]
+            for name in block.consumers(pair)
             if (log_in := log_scales_in(theta, alone, name)) is not None
         }
         produced = _divided(module, tensors, theta, alone, block.producers[pair])
@@ -95,7 +95,7 @@ def _failing(structure: Structure, block: Block) -> Iterator[str]:
 
 
 def _inner(name: str) -> str:
-    return ".".join(LINEARS.get(name, (name,)))
+    return ".".join(PLACES.get(name, (name,)))
 
 
 def _divided(
@@ -106,7 +106,7 @@ def _divided(
     assert log_out is not None
     name = _inner(producer)
     weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
-    if producer in LINEARS:
+    if producer in PLACES:
         divided = {f"{name}.weight": smoothed(weight, None, log_out)}
         return divided if bias is None else divided | {f"{name}.bias": bias / log_out.exp()}
     offset = gain_offset(module.get_submodule(name))

@@ -12,8 +12,9 @@ from types import MappingProxyType
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
-from onptq.models.structure import LINEARS, PAIRS, Block
+from onptq.models.structure import GATE_UP, PAIRS, QKV, Block
 from onptq.schemes import Scheme
 
 SMOOTHING_REACH = 1.5  # largest distance of a log-smoothing entry from its value at the start of an update
@@ -22,6 +23,7 @@ SETTLED_RANGE = (-0.5, 0.5)  # of the log scale ratio where codes are settled
 OFFSET_RANGE = (-0.5, 0.5)  # of learned offsets; those of an init may lie beyond it, as GPTQ's do
 
 PAIR_INTO = {consumer: pair for pair, (_, consumers) in PAIRS.items() for consumer in consumers}
+PAIR_INTO |= {QKV: "norm_qkv", GATE_UP: "norm_gate_up"}
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Theta:
         for block in blocks:
             for pair in block.producers:
                 theta.smoothing[pair_key(block, pair)] = torch.zeros(pair_width(block, pair), device=device)
-            for name in LINEARS:
+            for name in block.linears:
                 rows, columns = block.child(name).weight.shape  # type: ignore[union-attr, misc]
                 groups = columns // scheme.group_size if scheme.group_size else 1
                 theta.linears[block.path(name)] = Free(torch.zeros(rows, groups, device=device))
@@ -215,8 +217,9 @@ def pair_key(block: Block, pair: str) -> str:
 
 
 def pair_width(block: Block, pair: str) -> int:
-    weight = block.child(block.producers[pair]).weight
-    return int(weight.shape[0])  # type: ignore[union-attr, index]
+    producer = block.producers[pair]
+    weight = block.child(producer).weight
+    return int(weight.shape[0]) - block.emitted(producer)  # type: ignore[union-attr, index]
 
 
 def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor | None:
@@ -233,6 +236,11 @@ def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor | None:
 
 
 def log_scales_out(theta: Theta, block: Block, name: str) -> Tensor | None:
-    """log s that divides what a norm, v_proj or up_proj emits; None where nothing is divided."""
+    """log s that divides what a norm, v_proj or up_proj emits; None where nothing is divided.
+
+    A fused linear has zeros for the rows in front of them."""
     pair = block.pair_out_of(name)
-    return None if pair is None else theta.smoothing[pair_key(block, pair)]
+    if pair is None:
+        return None
+    u, first = theta.smoothing[pair_key(block, pair)], block.emitted(name)
+    return functional.pad(u, (first, 0)) if first else u
