@@ -29,6 +29,7 @@ from onptq.cycle.rounds import Cycle, bank_figures
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
+from onptq.engine.agreement import check_agreement
 from onptq.engine.budget import cached_bytes
 from onptq.engine.memory import free_memory, peak_memory
 from onptq.engine.prompts import EncodedPrompts
@@ -40,7 +41,6 @@ from onptq.methods.resume import RunStore
 from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs, PromptProcessor
-from onptq.models.structure import LINEARS, NORMS
 from onptq.page.card_picture import card_picture
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.policy import Policy
@@ -159,7 +159,9 @@ def check(
     check_apart(source.folder, out)
     check_apart(source.folder, run_home(out))
     scheme = Scheme.parse(recipe.scheme)
-    checkpoint, decoder = check_exportable(source.folder, (*source.family.ignore, *source.family.other_models))
+    checkpoint, decoder = check_exportable(
+        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
+    )
     check_groups(checkpoint, decoder, scheme)
     if not (out / CONFIG).exists():
         check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
@@ -271,6 +273,8 @@ def load(job: Job, reporter: LoggedReporter) -> Policy:
     with reporter.phase("Load", total=1, unit="checkpoint") as bar:
         policy = load_policy(job.source, job.scheme, device=job.device, dtype=dtype)
         bar.advance()
+    for text in policy.unfolded:
+        reporter.warn(text)
     return policy
 
 
@@ -279,6 +283,7 @@ def encode_prompts(
 ) -> tuple[EncodedPrompts, EncodedPrompts]:
     """Calibration and held-out prompts, through the towers once for the whole run; `prompts.parquet` records them."""
     prompts, recipe = job.prompts.every, job.recipe
+    check_agreement(policy, processor, prompts)
     with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
         inputs = processor.ahead(prompts, recipe.follow.max_tokens)
         each = encode_each(policy, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
@@ -333,6 +338,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
         "scheme": str(job.scheme),
         "method": job.recipe.method,
         "model": job.source.name,
+        "unfolded": list(cycle.policy.unfolded),
         "prompts": {"calibration": len(job.prompts.calibration), "holdout": len(job.prompts.holdout)},
         "rounds": ranks.lead(lambda: [cycle.figures(k) for k in range(job.recipe.rounds)]),
         "holdout": figures,
@@ -365,7 +371,7 @@ def warn_of_no_help(summary: Mapping[str, Any], reporter: Reporter) -> None:
 def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Write the checkpoint with its model card; return the size of its weights and the hashes of its files."""
     family, results = job.source.family, read_results(run.home, job.recipe)
-    with reporter.phase("Export", total=policy.blocks * len((*LINEARS, *NORMS)), unit="modules") as bar:
+    with reporter.phase("Export", total=len(policy.wrapped), unit="modules") as bar:
         write_checkpoint(
             job.source.folder,
             job.out,
@@ -373,6 +379,7 @@ def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, 
             job.scheme,
             ignore=family.ignore,
             other_models=family.other_models,
+            linears=family.linears,
             provenance=read_provenance(run, job.recipe, job.prompts),
             results=results,
             picture=card_picture(results),

@@ -44,6 +44,7 @@ def write_checkpoint(
     *,
     ignore: Sequence[str],
     other_models: Sequence[str] = (),
+    linears: tuple[str, ...] = (),
     provenance: Provenance | None = None,
     results: Results | None = None,
     picture: str | None = None,
@@ -58,7 +59,7 @@ def write_checkpoint(
     source's `name` are for the model card.
     """
     check_apart(source, out)
-    checkpoint, decoder = check_exportable(source, (*ignore, *other_models))
+    checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
     patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
     config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns))
     card = write_card(source, checkpoint.config, scheme, provenance, results, name, pictured=picture is not None)
@@ -234,13 +235,16 @@ def _check(holds: bool, what: str, shape: tuple[int, ...], got: Tensor) -> None:
         raise OnPTQError(f"{what}: expected shape {list(shape)}, got {got.dtype} {list(got.shape)}{extremes}")
 
 
-def check_exportable(source: Path, excluded: Sequence[str]) -> tuple[Checkpoint, Decoder]:
+def check_exportable(
+    source: Path, excluded: Sequence[str], linears: tuple[str, ...] = ()
+) -> tuple[Checkpoint, Decoder]:
     """Open `source` and refuse what could not be exported. Reads headers only, so a run can begin with it.
 
-    `excluded` are the patterns and prefixes of towers, head and other models.
+    `excluded` are the patterns and prefixes of towers, head and other models; `linears` are a class's own, as `find_decoder`
+    takes them.
     """
     checkpoint = open_source(source)
-    decoder = find_decoder(checkpoint.tensors, excluded)
+    decoder = find_decoder(checkpoint.tensors, excluded, linears)
     storage_dtype(checkpoint, decoder)
     _check_seven(checkpoint, decoder)
     _check_shapes(checkpoint, decoder)

@@ -186,7 +186,9 @@ def _check(source: Source, parts: Parts, recipe: Recipe, out: Path | None) -> No
     scheme = Scheme.parse(recipe.scheme)
     if not scheme.quantizes_weights:
         raise OnPTQError(f"scheme {scheme} leaves the weights in 16 bits: there is nothing to write; expected W2 to W8")
-    checkpoint, decoder = check_exportable(source.folder, (*source.family.ignore, *source.family.other_models))
+    checkpoint, decoder = check_exportable(
+        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
+    )
     check_groups(checkpoint, decoder, scheme)
     source.storage()
     if out is not None:

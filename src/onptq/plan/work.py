@@ -166,7 +166,8 @@ def work_of(recipe: Recipe, source: Source, prompt_tokens: int | None = None) ->
     """The work on prompts that nobody has seen.
 
     `prompt_tokens` is the length of one with its media; by default a usual one."""
-    media = IMAGE_TOKENS if source.family.image else AUDIO_TOKENS if source.family.audio else 0
+    takes = source.family.modalities
+    media = IMAGE_TOKENS if "image" in takes else AUDIO_TOKENS if "audio" in takes else 0
     length, context = media + TEXT_TOKENS if prompt_tokens is None else prompt_tokens, context_length(source.config)
     if prompt_tokens is None and context is not None:
         length = max(1, min(length, context - recipe.follow.max_tokens))
