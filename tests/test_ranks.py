@@ -349,7 +349,7 @@ def test_an_error_of_one_process_ends_all(server: Server, model: Callable[[str],
 def test_torchrun_starts_the_processes_again_when_one_dies(model: Callable[[str], Path], tmp_path: Path) -> None:
     out, settings = tmp_path / "out", {"follow__max_tokens": 24}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "--max-restarts", "1", "-m", "onptq", *words(model("llama"), out, settings)]
+    command = [*torchrun, "--max-restarts", "1", "-m", "onptq", *words(model("llama"), out, settings), "--verify"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as agent:
         while agent.poll() is None and not (home(out) / "rounds/0/trajectories.parquet").exists():
             time.sleep(0.01)
@@ -360,7 +360,9 @@ def test_torchrun_starts_the_processes_again_when_one_dies(model: Callable[[str]
     assert agent.returncode == 0, printed
     log = [json.loads(line) for line in (home(out) / "log.jsonl").read_text().splitlines()]
     assert [event["resumed"] for event in log if event["event"] == "open"] == [False, True]
-    assert read_json(home(out) / "summary.json")["rounds"][0]["steps"] == 2
+    summary = read_json(home(out) / "summary.json")
+    assert summary["rounds"][0]["steps"] == 2
+    assert summary["verification"]["checks"]
     assert (out / "model.safetensors").exists()
 
 

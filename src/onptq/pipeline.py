@@ -111,7 +111,8 @@ def quantize(
 
 
 def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verify: bool) -> dict[str, Any]:
-    """The summary of the run, worked on from the first step that is not finished to the end."""
+    """The summary of the run, worked on from the first step that is not finished to the end. Of several processes, only the
+    first has that of the checkpoint, too."""
     if start is not None and not run.has(INIT):
         with run.writing(INIT) as path:
             shutil.copyfile(start, path)
@@ -123,17 +124,16 @@ def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verif
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
     theta = keep_better(cycle, theta, partial(read_init, policy, run))
     summary = measure(job, cycle, theta)
-
-    def finish() -> dict[str, Any]:
-        warn_of_no_help(summary, reporter)
-        summary["checkpoint"] = export(job, policy, run, reporter)
-        if verify:
-            summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
-        summary["seconds"] = run.seconds()
-        run.finish(summary)
+    run.ranks.leave()  # the rest is for one process; compressed-tensors would share it among all it sees
+    if not run.ranks.is_first:
         return summary
-
-    return run.ranks.lead(finish)
+    warn_of_no_help(summary, reporter)
+    summary["checkpoint"] = export(job, policy, run, reporter)
+    if verify:
+        summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
+    summary["seconds"] = run.seconds()
+    run.finish(summary)
+    return summary
 
 
 def check(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onptq.errors import OnPTQError, RaisedElsewhereError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOGETHER = 2**20  # tensors with fewer elements are summed as one
 PATIENCE = timedelta(days=7)  # the others wait while one initializes; torchrun ends them all if one of them dies
+JOINED = count()  # times that this process has joined
 TEXT, ARRAY = "$text", "$array"  # in a message: its JSON, and in that the name of an array
 
 
@@ -73,6 +75,13 @@ class Ranks:
     def meet(self) -> None:
         """Wait until all ranks are here."""
         self.gather(None)
+
+    def leave(self) -> None:
+        """End the group of the ranks: from here on each works alone."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks; small ones travel together."""
@@ -149,11 +158,14 @@ def join(device: str = "auto") -> Iterator[Ranks]:
     if on_gpu:
         torch.cuda.set_device(own_gpu(torch.cuda.device_count()))
     backend, (store, rank, _) = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", next(rendezvous("env://", timeout=PATIENCE))
-    if os.environ["GROUP_WORLD_SIZE"] == "1":  # torchrun's store still has the addresses of processes that have ended
-        store = PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # torchrun's store still has the addresses of groups and processes that have ended. Machines count restarts apart.
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ["GROUP_WORLD_SIZE"] == "1" else "0"
+    store = PrefixStore(f"onptq/{attempt}/{next(JOINED)}", store)
     dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size)
-    yield Ranks(rank, size)
-    dist.destroy_process_group()  # not after an error: the others may be waiting for this rank
+    ranks = Ranks(rank, size)
+    yield ranks
+    if dist.is_initialized():  # and not after an error: the others may be waiting for this rank
+        ranks.leave()
 
 
 def started() -> int:
