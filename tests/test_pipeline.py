@@ -54,7 +54,7 @@ TINY = {
 MOVING = TINY | {
     "calibrate.keep": "last"
 }  # held-out prompts may prefer the first iterate, which hides every difference
-SCHEMES = ("W4A16", "W8A8", "W4A8", "W4A6", "W3A8", "W4A16-g128", "W4A16-g128-asym")
+SCHEMES = ("W4A16", "W8A8", "W4A8", "W4A6", "W3A8", "W4A8-g128", "W4A16-g128-asym")
 FIGURES = {"states", "mismatches", "near_misses", "mismatch_percent", "erosion", "js", "kl", "consequence", "critical"}
 
 

@@ -315,8 +315,7 @@ class Recipe(Config):
     @property
     def multiplies_integers(self) -> bool:
         """Whether a frozen Q may multiply its codes as integers."""
-        scheme = Scheme.parse(self.scheme)
-        return self.compute.integers and scheme.quantizes_weights and scheme.quantizes_activations
+        return self.compute.integers and Scheme.parse(self.scheme).multiplies_integers
 
     @model_validator(mode="before")
     @classmethod

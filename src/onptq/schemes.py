@@ -32,8 +32,6 @@ class Scheme:
             raise OnPTQError(f"group size must be positive, got {self.group_size}")
         if self.quantizes_activations and not self.symmetric:
             raise OnPTQError(f"asymmetric weights are for weight-only schemes (A16), got A{self.activation_bits}")
-        if self.quantizes_activations and self.group_size is not None:
-            raise OnPTQError(f"weight groups are for weight-only schemes (A16), got A{self.activation_bits}")
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
@@ -41,7 +39,7 @@ class Scheme:
         if match is None:
             raise OnPTQError(
                 f"unknown scheme {text!r}: expected one of {', '.join(PAPER_SCHEMES)}, any other WbAb with 2 to 8 "
-                "bits, and for weight-only schemes -gN (groups of N columns) and -asym, e.g. W4A16-g128-asym"
+                "bits, with -gN for groups of N columns and, for weight-only schemes, -asym, e.g. W4A16-g128-asym"
             )
         weight_bits, activation_bits, group_size, asymmetric = match.groups()
         return cls(int(weight_bits), int(activation_bits), int(group_size) if group_size else None, not asymmetric)
@@ -53,6 +51,11 @@ class Scheme:
     @property
     def quantizes_activations(self) -> bool:
         return self.activation_bits != UNQUANTIZED_BITS
+
+    @property
+    def multiplies_integers(self) -> bool:
+        """Whether a linear is one product of integers, scaled per row and per token."""
+        return self.quantizes_weights and self.quantizes_activations and self.group_size is None
 
     @property
     def simulated(self) -> bool:

@@ -12,7 +12,7 @@ from conftest import FAMILIES, MULTIMODAL
 from onptq.check.static import inspect_folder
 from onptq.checkpoint.quantization import Numbers, parse_quantization
 
-SCHEMES = ("W8A8", "W4A16", "W4A16-g32-asym", "W4A8", "W4A6", "W3A16-g32")
+SCHEMES = ("W8A8", "W4A16", "W4A16-g32-asym", "W4A8", "W4A8-g32", "W4A6", "W3A16-g32")
 
 
 @pytest.fixture(scope="module")

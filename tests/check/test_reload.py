@@ -23,7 +23,7 @@ from onptq.methods.rtn import rtn
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 
-SCHEMES = ("W8A8", "W4A16", "W4A16-g128-asym", "W4A8", "W4A6")
+SCHEMES = ("W8A8", "W4A16", "W4A16-g128-asym", "W4A8", "W4A8-g128", "W4A6")
 RICH = 2  # a prompt with a picture, and for Omni with a sound too
 RESPONSE = (5, 60, 200, 7, 91, 313)
 

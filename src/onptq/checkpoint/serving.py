@@ -195,5 +195,6 @@ def _fitted(row: Served, scheme: Scheme) -> Served:
     if unlisted:
         note = f"{kernel} does not list {' or '.join(unlisted)}; another kernel may take it"
         return replace(row, verdict="doubtful", computes="unknown", evidence="read", note=note)
-    ran = row.evidence == "run" and scheme.group_size in (None, 128) and row.hardware in (CPU, CPU_AMX)
+    tried = scheme.group_size in (None, 128) and not scheme.quantizes_activations
+    ran = row.evidence == "run" and tried and row.hardware in (CPU, CPU_AMX)
     return row if ran else replace(row, evidence="read")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from onptq.recipe import Recipe
 
 ZOO = "zoo:"
-SCHEME_HELP = "W4A16, W8A8, W4A8, W4A6, any WbAb; -gN and -asym with A16."
+SCHEME_HELP = "W4A16, W8A8, W4A8, W4A6, any WbAb; -gN, and -asym with A16."
 METHOD_HELP = (
     "onptq; its controls static (gamma 0), uniform (no risk) and offpolicy (the dense model's rollouts); or a base method: "
     "`onptq list methods`."
