@@ -6,10 +6,9 @@ computed once per session because they are slow.
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from unittest.mock import patch
@@ -25,13 +24,13 @@ from onptq.data.manifest import load_manifest
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs
+from onptq.quantizer import numerics
 from onptq.quantizer.numerics import FakeQuantize, fake_quantize_activations
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.schemes import Scheme
 
 WEIGHT_ONLY, WITH_ACTIVATIONS = ("W4A16", torch.float32), ("W4A8", torch.float64)
-ROUNDING_ACTIVATIONS = ("onptq.quantizer.modules", "onptq.methods.linears", "onptq.methods.gptq")
 EXACT = (WEIGHT_ONLY, WITH_ACTIVATIONS)  # schemes with a dtype in which two orders of summation give the same tokens
 
 
@@ -49,16 +48,7 @@ def without_ties() -> Iterator[None]:
         step = torch.where(step == 0, torch.finfo(x.dtype).eps, step)
         return FakeQuantize.apply(x, step, None, None, bits, x.dtype)  # type: ignore[no-untyped-call, no-any-return]
 
-    with _rounding_by(quantize):
-        yield
-
-
-@contextmanager
-def _rounding_by(quantize: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for name in ROUNDING_ACTIVATIONS:
-            module = importlib.import_module(name)  # a package's attribute of that name may be the function
-            stack.enter_context(patch.object(module, "fake_quantize_activations", quantize))
+    with patch.object(numerics, "fake_quantize_activations", quantize):
         yield
 
 
@@ -78,7 +68,7 @@ def in_double() -> Iterator[None]:
 @contextmanager
 def deployed_rounding() -> Iterator[None]:
     """The real activation steps again, inside `without_ties`: for what must hold bit for bit, ties or not."""
-    with _rounding_by(fake_quantize_activations):
+    with patch.object(numerics, "fake_quantize_activations", fake_quantize_activations):
         yield
 
 

@@ -5,14 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onptq.errors import OnPTQError
-from onptq.schemes import PAPER_SCHEMES, Scheme
+from onptq.schemes import NAMED, PAPER_SCHEMES, Scheme
 
 bits = st.integers(2, 8)
 joint = st.builds(Scheme, bits, st.one_of(bits, st.just(16)), st.none() | st.integers(1, 4096))
 weight_only = st.builds(Scheme, bits, st.just(16), st.none() | st.integers(1, 4096), st.booleans())
 
 
-@given(st.one_of(joint, weight_only))
+named = st.sampled_from(list(NAMED.values()))
+
+
+@given(st.one_of(joint, weight_only, named))
 def test_every_scheme_reads_back_from_its_own_name(scheme: Scheme) -> None:
     assert Scheme.parse(str(scheme)) == scheme
     assert Scheme.parse(f" {str(scheme).lower()} ") == scheme
@@ -47,7 +50,15 @@ def test_an_impossible_scheme_is_refused_with_what_is_possible(name: str, expect
 
 @pytest.mark.parametrize(
     ("name", "simulated"),
-    [("W4A16", False), ("W4A16-g128-asym", False), ("W8A8", False), ("W4A8", False), ("W4A6", True), ("W3A16", True)],
+    [
+        ("W4A16", False),
+        ("W4A16-g128-asym", False),
+        ("W8A8", False),
+        ("W4A8", False),
+        ("W4A6", True),
+        ("W3A16", True),
+        ("FP8", False),
+    ],
 )
 def test_a_scheme_without_a_serving_kernel_is_a_simulation(name: str, simulated: bool) -> None:
     assert Scheme.parse(name).simulated is simulated

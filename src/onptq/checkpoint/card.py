@@ -23,7 +23,7 @@ from onptq.checkpoint.serving import HOPPER, VLLM, recommended, serve_command, s
 from onptq.errors import OnPTQError
 from onptq.models import family_of
 from onptq.models.family import Family
-from onptq.schemes import Scheme
+from onptq.schemes import Floats, Grid, Scheme
 from onptq.version import __version__
 
 FOLDER = "path/to/this/folder"
@@ -139,11 +139,14 @@ def _describe(base: BaseModel, scheme: Scheme) -> str:
     weights = "not quantized"
     if scheme.quantizes_weights:
         span = f"{scheme.group_size} input columns of an output row" if scheme.group_size else "output row"
+        if scheme.block_rows > 1:
+            span = f"block of {scheme.block_rows} output rows and {scheme.group_size} input columns"
         kind = "symmetric" if scheme.symmetric else "asymmetric"
-        weights = f"{scheme.weight_bits}-bit integers, {kind}, one scale per {span}"
+        weights = f"{_numbers(scheme.weight_grid)}, {kind}, one scale per {span}"
     activations = "not quantized"
     if scheme.quantizes_activations:
-        activations = f"{scheme.activation_bits}-bit integers, symmetric, one dynamic scale per token"
+        span = f"{scheme.activation_group} channels of a token" if scheme.activation_group else "token"
+        activations = f"{_numbers(scheme.activation_grid)}, symmetric, one dynamic scale per {span}"
     named = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else escaped(base.name)
     if base.stated:
         named += f" (whose card names [{base.stated}](https://huggingface.co/{base.stated}) as its base model)"
@@ -153,6 +156,10 @@ def _describe(base: BaseModel, scheme: Scheme) -> str:
         "- The norms inside the decoder layers take up smoothing factors. They are stored in the dtype of the scales.\n"
         "- Embeddings, lm_head and any vision or audio tower are copied from the source. The KV cache is not quantized."
     )
+
+
+def _numbers(grid: Grid) -> str:
+    return f"{grid.bits}-bit floats ({grid.name})" if isinstance(grid, Floats) else f"{grid}-bit integers"
 
 
 def _transformers(family: Family | None, scheme: Scheme) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from onptq.checkpoint.folder import StoredTensor
 from onptq.errors import OnPTQError
-from onptq.schemes import UNQUANTIZED_BITS, Scheme
+from onptq.schemes import NAMED, UNQUANTIZED_BITS, Floats, Grid, Scheme
 
 COMPRESSED = "compressed-tensors"
 
@@ -31,6 +31,31 @@ class Numbers:
         )
         kind = "symmetric" if self.symmetric else "asymmetric"
         return f"{self.bits}-bit {self.type}, {span}, {kind}{', dynamic' if self.dynamic else ''}"
+
+
+def weight_numbers(scheme: Scheme) -> Numbers | None:
+    """The format of a scheme's weights; None where they are not quantized."""
+    if not scheme.quantizes_weights:
+        return None
+    bits, kind = _type(scheme.weight_grid)
+    if scheme.block_rows > 1:
+        assert scheme.group_size is not None
+        return Numbers(bits, kind, "block", block=(scheme.block_rows, scheme.group_size))
+    strategy = "group" if scheme.group_size else "channel"
+    return Numbers(bits, kind, strategy, scheme.group_size, symmetric=scheme.symmetric)
+
+
+def activation_numbers(scheme: Scheme) -> Numbers | None:
+    """The format of a scheme's activations; None where they are not quantized."""
+    if not scheme.quantizes_activations:
+        return None
+    bits, kind = _type(scheme.activation_grid)
+    strategy = "group" if scheme.activation_group else "token"
+    return Numbers(bits, kind, strategy, scheme.activation_group, dynamic=True)
+
+
+def _type(grid: Grid) -> tuple[int, str]:
+    return (grid.bits, "float") if isinstance(grid, Floats) else (grid, "int")
 
 
 @dataclass(frozen=True)
@@ -61,10 +86,13 @@ class Quantization:
 
     @property
     def scheme(self) -> Scheme | None:
-        """As OnPTQ would name it; None for several groups or anything that is not plain integers."""
+        """As OnPTQ would name it; None for several groups and for formats that OnPTQ does not write."""
         if len(self.groups) != 1 or (weights := self.groups[0].weights) is None:
             return None
         acts = self.groups[0].activations
+        for named in NAMED.values():
+            if (weights, acts) == (weight_numbers(named), activation_numbers(named)):
+                return named
         plain = weights.type == "int" and (acts is None or (acts.type == "int" and acts.dynamic and acts.symmetric))
         if not plain or weights.strategy not in {"channel", "group"}:
             return None

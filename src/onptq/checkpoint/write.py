@@ -22,6 +22,7 @@ from onptq.checkpoint.companions import STAGED_CONFIG, companion_bytes, copy_com
 from onptq.checkpoint.folder import BITS, DTYPES, Checkpoint, StoredTensor, open_source
 from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches, storage_dtype
 from onptq.checkpoint.provenance import Provenance, Results
+from onptq.checkpoint.quantization import Numbers, activation_numbers, weight_numbers
 from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
 from onptq.errors import OnPTQError
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
@@ -90,6 +91,8 @@ def storage_format(scheme: Scheme) -> str:
     packing means the same to every reader."""
     if not scheme.quantizes_weights:
         return "dense"
+    if scheme.weight_floats is not None:
+        return "float-quantized"
     int8_kernel = scheme.weight_bits == 8 and scheme.quantizes_activations
     return "int-quantized" if int8_kernel or scheme.weight_bits not in PACKABLE_BITS else "pack-quantized"
 
@@ -102,11 +105,9 @@ def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]
     if not (scheme.quantizes_weights or scheme.quantizes_activations):
         return None
     group: dict[str, Any] = {"targets": ["Linear"], "weights": None, "input_activations": None}
-    if scheme.quantizes_weights:
-        strategy = "group" if scheme.group_size else "channel"
-        group["weights"] = _args(scheme.weight_bits, scheme.symmetric, strategy, scheme.group_size, dynamic=False)
-    if scheme.quantizes_activations:
-        group["input_activations"] = _args(scheme.activation_bits, True, "token", None, dynamic=True)
+    for side, numbers in (("weights", weight_numbers(scheme)), ("input_activations", activation_numbers(scheme))):
+        if numbers is not None:
+            group[side] = _args(numbers)
     group["format"] = storage_format(scheme)
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
@@ -129,7 +130,7 @@ def compress_linear(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
     if not scheme.quantizes_weights:
         return {"weight": linear.codes * linear.scale.to(linear.codes.dtype)}
     bits = scheme.weight_bits
-    if storage_format(scheme) == "int-quantized":
+    if storage_format(scheme) in ("int-quantized", "float-quantized"):
         tensors = {"weight": linear.codes, "weight_scale": linear.scale}
         return tensors if linear.zero is None else tensors | {"weight_zero_point": linear.zero}
     tensors = {
@@ -153,15 +154,16 @@ def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _args(bits: int, symmetric: bool, strategy: str, group_size: int | None, *, dynamic: bool) -> dict[str, Any]:
+def _args(numbers: Numbers) -> dict[str, Any]:
+    blocks = {"block_structure": list(numbers.block)} if numbers.block else {}
     return {
-        "num_bits": bits,
-        "type": "int",
-        "symmetric": symmetric,
-        "strategy": strategy,
-        "group_size": group_size,
-        "dynamic": dynamic,
-    }
+        "num_bits": numbers.bits,
+        "type": numbers.type,
+        "symmetric": numbers.symmetric,
+        "strategy": numbers.strategy,
+        "group_size": numbers.group_size,
+        "dynamic": numbers.dynamic,
+    } | blocks
 
 
 def _replacement(
@@ -201,7 +203,7 @@ def _check_linear(key: str, linear: FoldedLinear, weight: StoredTensor, scheme: 
         raise OnPTQError(
             f"{key} has {inputs} input columns, which groups of {columns} do not divide; choose another -gN"
         )
-    groups = (outputs, inputs // columns)
+    groups = scheme.scale_shape(outputs, inputs)
     _check(
         tuple(linear.scale.shape) == groups and linear.scale.dtype == dtype,
         f"scale of {key} ({dtype})",
@@ -216,6 +218,9 @@ def _check_linear(key: str, linear: FoldedLinear, weight: StoredTensor, scheme: 
         )
     if not scheme.quantizes_weights:
         _check(linear.codes.dtype == dtype, f"dense weight of {key} ({dtype})", weight.shape, linear.codes)
+        return
+    if scheme.weight_floats is not None:
+        _check(linear.codes.dtype == torch.float8_e4m3fn, f"codes of {key} (E4M3)", weight.shape, linear.codes.float())
         return
     low, high = -(2 ** (scheme.weight_bits - 1)), 2 ** (scheme.weight_bits - 1) - 1
     for tensor, shape in ((linear.codes, weight.shape), (linear.zero, groups)):
@@ -326,7 +331,7 @@ def output_bytes(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> in
         weight = checkpoint.tensors[f"{decoder.prefix}{name}.weight"]
         outputs, inputs = weight.shape
         itemsize = BITS[weight.dtype] // 8
-        groups = outputs * math.ceil(inputs / (scheme.group_size or inputs))
+        groups = math.prod(scheme.scale_shape(outputs, inputs))
         total += (
             math.ceil(weight.numel * bits / 8) + groups * (itemsize + (not scheme.symmetric)) - weight.numel * itemsize
         )

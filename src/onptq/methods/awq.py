@@ -21,7 +21,7 @@ from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIR_INTO, PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
-from onptq.quantizer.weights import fake_quantize_weight, smoothed
+from onptq.quantizer.weights import fake_quantize_weight, smoothed, to_groups
 
 EXPONENTS = tuple(n / 20 for n in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
 CLIPS = tuple(1 - n / 20 for n in range(10))  # 1 down to 0.55 of the range
@@ -96,7 +96,8 @@ def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor
     log_in = log_scales_in(theta, block, name)
     weight = smoothed(dense_weight(block, name), log_in, log_scales_out(theta, block, name))
     rounded, dense = quantized_input(policy.scheme, log_in, x), x.float() / log_in.exp()
-    rows = zip(weight.split(ROWS), theta.linears[block.path(name)].ratio.split(ROWS), strict=True)
+    ratios = theta.linears[block.path(name)].ratio.split(ROWS // policy.scheme.block_rows)
+    rows = zip(weight.split(ROWS), ratios, strict=True)
     return torch.cat([_clip_rows(policy, part, full, rounded, dense) for part, full in rows])
 
 
@@ -115,6 +116,7 @@ def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, de
         ratio = torch.full_like(full, clip).log()
         clipped = fake_quantize_weight(weight, None, None, ratio, None, policy.scheme, policy.storage, policy.dtype)
         error = (partial(rounded, clipped) - target).square().sum(-1)
+        error = to_groups(error, full, policy.scheme.block_rows).sum(-1)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
     return best

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onptq.models.structure import Block
-from onptq.quantizer.numerics import fake_quantize_activations
+from onptq.quantizer.numerics import quantize_inputs
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIRS, Theta, log_scales_in
 from onptq.quantizer.weights import fake_quantize_weight
@@ -37,8 +37,7 @@ def rounded_weight(
 
 def quantized_input(scheme: Scheme, log_in: Tensor, x: Tensor) -> Tensor:
     """The dense input x [..., I] after smoothing and rounding, as the quantized linear multiplies it."""
-    x = (x.float() / log_in.exp()).to(x.dtype)
-    return fake_quantize_activations(x, scheme.activation_bits) if scheme.quantizes_activations else x
+    return quantize_inputs((x.float() / log_in.exp()).to(x.dtype), scheme)
 
 
 def by_query_head(values: Tensor, block: Block, pair: str) -> Tensor:
@@ -55,11 +54,10 @@ def quantized_linear(
     log_in = log_scales_in(theta, block, name)
     weight = rounded_weight(policy, theta, block, name, log_in)
     bias: Tensor | None = block.child(name).bias  # type: ignore[assignment]
-    quantizes = activations and policy.scheme.quantizes_activations
 
     def linear(x: Tensor) -> Tensor:
         x = (x / log_in.exp()).to(x.dtype)
-        return F.linear(fake_quantize_activations(x, policy.scheme.activation_bits) if quantizes else x, weight, bias)
+        return F.linear(quantize_inputs(x, policy.scheme) if activations else x, weight, bias)
 
     return linear
 

@@ -21,6 +21,7 @@ from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIR_INTO, PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.weights import to_groups
 
 STRENGTHS = tuple(n / 10 for n in range(1, 10))  # alpha of s = amax(x)^alpha / amax(W)^(1 - alpha)
 RATIOS = tuple(1 - n / 20 for n in range(1, 11))  # 0.95 down to 0.5
@@ -128,7 +129,8 @@ def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, inputs: d
         log_ratio = torch.full_like(full, ratio).log()
         theta.linears[path] = Free(log_ratio)
         weight = rounded_weight(policy, theta, block, name, log_in, log_out)
-        error = (x_q @ weight.T - out).float().square().sum(0)
+        error = (x_q @ weight.T - out).float().square().sum(0)[:, None]
+        error = to_groups(error, full[:, :1], policy.scheme.block_rows).sum((1, 2))
         better = error < least
         best, least = torch.where(better[:, None], log_ratio, best), torch.where(better, error, least)
     return best

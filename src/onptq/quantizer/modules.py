@@ -15,10 +15,10 @@ from onptq.models.structure import Block
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.integers import LowBitLinear
 from onptq.quantizer.norms import find_eps, rms_norm
-from onptq.quantizer.numerics import cast_through, fake_quantize_activations
+from onptq.quantizer.numerics import cast_through, in_offsets, quantize_inputs
 from onptq.quantizer.settled import settled_codes, settled_linear
 from onptq.quantizer.theta import Learned, Settled, Theta, log_scales_in, log_scales_out
-from onptq.quantizer.weights import dequantize, fake_quantize_weight, smoothed, weight_codes
+from onptq.quantizer.weights import dequantize, fake_quantize_weight, of_groups, smoothed, to_groups, weight_codes
 from onptq.schemes import Scheme
 
 Keep = Literal["codes", "floats", "integers"]  # form of a frozen Q's weights between forwards
@@ -140,31 +140,33 @@ class QuantLinear(nn.Module):
     def settle(self, theta: Theta) -> Settled:
         """The codes of theta, settled: from there on only their scales follow it."""
         folded = self.fold(theta)
-        grouped = folded.codes.view(*folded.scale.shape, -1)
-        levels = grouped if folded.zero is None else grouped.short() - folded.zero[..., None]
+        levels = folded.codes
+        if folded.zero is not None:
+            levels = (levels.view(*folded.scale.shape, -1).short() - folded.zero[..., None]).view_as(levels)
         ratio = torch.zeros_like(theta.linears[self.path].ratio)
-        return Settled(ratio, levels.view_as(folded.codes), folded.scale.float())
+        return Settled(ratio, levels, folded.scale.float())
 
     @torch.no_grad()
     def centre(self, theta: Theta) -> Learned:
         """The codes of theta as offsets [O, I] that put each weight in the middle of its code."""
         folded, exact = self.fold(theta), self._smoothed(theta)
-        level = folded.codes.float().view(*folded.scale.shape, -1)
+        rows, grid = self.scheme.block_rows, self.scheme.weight_grid
+        level = to_groups(folded.codes.float(), folded.scale, rows)
         if folded.zero is not None:
             level = level - folded.zero.float()[..., None]
-        offset = level.view_as(exact) - (exact.view_as(level) / folded.scale.float()[..., None]).view_as(exact)
+        scaled = to_groups(exact, folded.scale, rows) / folded.scale.float()[..., None]
+        offset = of_groups(in_offsets(level - scaled, scaled, grid), exact.shape, rows)
         return Learned(theta.linears[self.path].ratio.detach().clone(), offset)
 
     def _entering(self, x: Tensor) -> Tensor:
-        if not self.scheme.quantizes_activations:
-            return x
-        return fake_quantize_activations(x, self.scheme.activation_bits)
+        return quantize_inputs(x, self.scheme)
 
     def _live_linear(self, x: Tensor, theta: Theta) -> Tensor:
         dtype, bias, linear = self.weight.dtype, self._bias(theta), theta.linears[self.path]
         bias = None if bias is None else bias.to(dtype)
         if isinstance(linear, Settled):
-            return settled_linear(x, linear.levels, linear.scale, linear.ratio, bias, self.storage)
+            rows = self.scheme.block_rows
+            return settled_linear(x, linear.levels, linear.scale, linear.ratio, bias, self.storage, rows)
         weight = fake_quantize_weight(
             self.weight,
             log_scales_in(theta, self.block, self.name),
@@ -180,10 +182,10 @@ class QuantLinear(nn.Module):
     def _frozen_weight(self, frozen: Frozen) -> tuple[Tensor, Tensor | None]:
         folded, weight, dtype = frozen.folded, frozen.weight, self.weight.dtype
         if weight is None:
-            if folded.codes.is_floating_point():
-                weight = folded.codes.to(dtype)
+            if self.scheme.quantizes_weights:
+                weight = dequantize(folded.codes, folded.scale, folded.zero, dtype, self.scheme.block_rows)
             else:
-                weight = dequantize(folded.codes, folded.scale, folded.zero, dtype)
+                weight = folded.codes.to(dtype)
             if frozen.keep_weight:
                 frozen.weight = weight
         return weight, None if folded.bias is None else folded.bias.to(dtype)

@@ -11,18 +11,25 @@ from torch.nn import functional as F
 
 from onptq.kernels.grid import code_range
 from onptq.quantizer.numerics import cast_through
-from onptq.quantizer.weights import dequantize
+from onptq.quantizer.weights import dequantize, of_groups, to_groups
 from onptq.schemes import Scheme
 
 
 def settled_linear(
-    x: Tensor, levels: Tensor, scale: Tensor, log_ratio: Tensor, bias: Tensor | None, storage: torch.dtype
+    x: Tensor,
+    levels: Tensor,
+    scale: Tensor,
+    log_ratio: Tensor,
+    bias: Tensor | None,
+    storage: torch.dtype,
+    block_rows: int = 1,
 ) -> Tensor:
     """x times levels [O, I] times their scales times the ratio, with a gradient for x and the ratio and no rounding."""
     effective = _effective_scale(scale, log_ratio, storage)
-    if bias is None and effective.shape[1] == 1:
+    if bias is None and effective.shape == (len(levels), 1):
         return _ScaledRows.apply(x, levels, effective)  # type: ignore[no-untyped-call, no-any-return]
-    weight = (levels.to(x.dtype).view(*scale.shape, -1) * effective.to(x.dtype)[..., None]).view_as(levels)
+    groups = to_groups(levels.to(x.dtype), scale, block_rows)
+    weight = of_groups(groups * effective.to(x.dtype)[..., None], levels.shape, block_rows)
     return F.linear(x, weight, bias)
 
 

@@ -77,8 +77,8 @@ class Theta:
                 theta.smoothing[pair_key(block, pair)] = torch.zeros(pair_width(block, pair), device=device)
             for name in LINEARS:
                 rows, columns = block.child(name).weight.shape  # type: ignore[union-attr, misc]
-                groups = columns // scheme.group_size if scheme.group_size else 1
-                theta.linears[block.path(name)] = Free(torch.zeros(rows, groups, device=device))
+                shape = scheme.scale_shape(rows, columns)
+                theta.linears[block.path(name)] = Free(torch.zeros(shape, device=device))
         return theta
 
     @property
