@@ -21,6 +21,7 @@ from torch import Tensor
 from onptq.bank import Trajectory
 from onptq.checkpoint.load import load_model
 from onptq.data.manifest import load_manifest
+from onptq.methods.rtn import rtn
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs
@@ -217,7 +218,7 @@ def make_policy(tiny: Tiny, scheme: str, dtype: torch.dtype, eos: Collection[int
 
 def random_theta(policy: Policy, seed: int = 0) -> Theta:
     """Smoothing and step ratios as a calibration might leave them."""
-    random, theta = torch.Generator().manual_seed(seed), Theta.rtn(policy.structure.blocks, policy.scheme)
+    random, theta = torch.Generator().manual_seed(seed), rtn(policy)
     for u in theta.smoothing.values():
         u.normal_(0, 0.3, generator=random)
     for ratio in theta.ratio.values():

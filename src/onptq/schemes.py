@@ -37,10 +37,12 @@ class Floats:
 
 
 E4M3 = Floats("E4M3", bits=8, mantissa=3, least=-6, largest=448.0)
+E2M1 = Floats("E2M1", bits=4, mantissa=1, least=0, largest=6.0)
 Grid = int | Floats  # integers of so many bits, or floats
 
-# In the dtype of the checkpoint's other tensors.
-ScaleType = Literal["dtype"]
+# dtype: that of the checkpoint's other tensors. E4M3: floats of 8 bits, under one scale for the whole tensor. E8M0: powers
+# of two.
+ScaleType = Literal["dtype", "E4M3", "E8M0"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,11 @@ class Scheme:
         return self.activation_floats or self.activation_bits
 
     @property
+    def scales_inputs(self) -> bool:
+        """Whether a linear's input as a whole has a scale, which does not depend on it."""
+        return self.scales == "E4M3" and self.quantizes_activations
+
+    @property
     def of_integers(self) -> bool:
         """Whether everything that is quantized becomes integers."""
         return self.weight_floats is None and self.activation_floats is None
@@ -137,6 +144,16 @@ NAMED: Mapping[str, Scheme] = MappingProxyType(
             8, 8, group_size=128, weight_floats=E4M3, activation_floats=E4M3, block_rows=128, activation_group=128
         ),
         "W4AFP8": Scheme(4, 8, group_size=128, activation_floats=E4M3),
+        "NVFP4A16": Scheme(4, group_size=16, weight_floats=E2M1, scales="E4M3"),
+        "NVFP4": Scheme(
+            4, 4, group_size=16, weight_floats=E2M1, activation_floats=E2M1, activation_group=16, scales="E4M3"
+        ),
+        "MXFP4": Scheme(
+            4, 4, group_size=32, weight_floats=E2M1, activation_floats=E2M1, activation_group=32, scales="E8M0"
+        ),
+        "MXFP8": Scheme(
+            8, 8, group_size=32, weight_floats=E4M3, activation_floats=E4M3, activation_group=32, scales="E8M0"
+        ),
     }
 )
 _NAMES = {scheme: name for name, scheme in NAMED.items()}

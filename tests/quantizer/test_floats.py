@@ -21,12 +21,12 @@ from torch import Tensor
 
 from onptq.checkpoint.write import compress_linear, quantization_config, storage_format
 from onptq.quantizer.folded import FoldedLinear
-from onptq.quantizer.numerics import FakeQuantize, nearest, quantize_inputs, spacing
+from onptq.quantizer.numerics import FakeQuantize, fitting_scale, nearest, quantize_inputs, spacing
 from onptq.quantizer.theta import Learned, Settled
-from onptq.quantizer.weights import of_groups, to_groups, weight_codes
-from onptq.schemes import E4M3, NAMED, Floats, Scheme
+from onptq.quantizer.weights import dequantize, of_groups, to_groups, weight_codes
+from onptq.schemes import E2M1, E4M3, NAMED, Floats, Scheme
 
-GRIDS = (E4M3,)
+GRIDS = (E4M3, E2M1)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -50,7 +50,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 def test_values_go_to_the_nearest_code_and_ties_to_the_even_one(grid: Floats) -> None:
     codes = codes_of(grid)
-    assert len(codes) == 2 ** (grid.bits - 1) - (grid is E4M3), "but for the one that means NaN"
+    assert len(codes) == 2 ** (grid.bits - 1) - (grid is E4M3), "one of E4M3 means NaN"
     between = [(a + b) / 2 for a, b in pairwise(codes)]
     near = [value * (1 + sign * 2**-20) for value in between for sign in (-1, 1)]
     values = torch.tensor([sign * value for value in (*codes, *between, *near) for sign in (1, -1)])
@@ -134,8 +134,9 @@ def test_activations_are_rounded_as_compressed_tensors_rounds_them(name: str, dt
     x[0, 0] = 0
     args = args_of(scheme).input_activations
     assert args is not None
-    scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module())
-    assert torch.equal(quantize_inputs(x, scheme), fake_quantize(x, scale, zero, args))
+    common = torch.tensor([4.0]) if scheme.scales_inputs else None
+    scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module(), common)
+    assert torch.equal(quantize_inputs(x, scheme, common), fake_quantize(x, scale, zero, args, common))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -144,22 +145,27 @@ def test_stored_tensors_are_those_of_compressed_tensors(name: str, dtype: torch.
     """Full-range scales, codes and packing of plain rounding, tensor by tensor."""
     scheme, weight = Scheme.parse(name), normal(256, 384).to(dtype)
     weight[5] *= 100
-    weight[7] = 0
+    weight[7] = 0 if scheme.scales == "E4M3" else 1  # elsewhere zeros have another scale here
     ratio = torch.zeros(scheme.scale_shape(*weight.shape))
-    found = compress_linear(FoldedLinear(*weight_codes(weight.float(), ratio, None, scheme, dtype), None), scheme)
+    common = fitting_scale(weight.abs().amax()) if scheme.scales == "E4M3" else None
+    codes = weight_codes(weight.float(), ratio, None, scheme, dtype, common)
+    found = compress_linear(FoldedLinear(*codes, None, common), scheme)
     theirs = args_of(scheme)
     assert theirs.weights is not None
     groups = to_groups(weight, ratio, scheme.block_rows)
-    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), theirs.weights)
+    scale, _ = calculate_qparams(groups.amin(-1).float(), groups.amax(-1).float(), theirs.weights, common)
     compressor = BaseCompressor.get_value_from_registry(storage_format(scheme))
-    wanted = compressor.compress({"weight": weight, "weight_scale": scale}, theirs)
+    given = {"weight": weight.float(), "weight_scale": scale.to(dtype) if scheme.scales == "dtype" else scale}
+    wanted = compressor.compress(given | ({} if common is None else {"weight_global_scale": common.reshape(1)}), theirs)
     assert found.keys() == wanted.keys()
-    assert torch.equal(found["weight_scale"].float(), wanted["weight_scale"].float())
-    if dtype == torch.float32:  # they divide in the weight's dtype
-        assert torch.equal(found["weight"].float(), wanted["weight"].float())
+    for key, tensor in wanted.items():
+        assert found[key].dtype == tensor.dtype
+        assert torch.equal(found[key].float(), tensor.float()), key
     unpacked = compressor.decompress(found, theirs)["weight"]
-    assert unpacked.dtype == dtype
-    assert (unpacked.float() - weight.float()).abs().max() < 0.1 * weight.abs().max()
+    product = dequantize(codes[0], codes[1], None, torch.float32, scheme.block_rows)
+    assert torch.equal(unpacked.float(), product.to(unpacked.dtype).float())
+    assert unpacked.dtype in (dtype, torch.bfloat16)
+    assert torch.equal(unpacked.float(), product) or scheme.scales == "dtype", "products of few bits are exact"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,7 +19,7 @@ from onptq.checkpoint.provenance import (
     find_base,
     read_front_matter,
 )
-from onptq.checkpoint.serving import HOPPER, VLLM, recommended, serve_command, serving
+from onptq.checkpoint.serving import VLLM, recommended, serve_command, serving
 from onptq.errors import OnPTQError
 from onptq.models import family_of
 from onptq.models.family import Family
@@ -28,6 +28,7 @@ from onptq.version import __version__
 
 FOLDER = "path/to/this/folder"
 TAKEN_OVER = ("license", "license_name", "license_link", "language", "pipeline_tag")  # from the source's own card
+SCALES = {"dtype": "", "E4M3": " in E4M3, under one for the tensor,", "E8M0": ", a power of two,"}
 TEXT_LIMIT = 200  # characters of a field that is taken over
 
 _IMAGE_EXAMPLE = """\
@@ -142,11 +143,13 @@ def _describe(base: BaseModel, scheme: Scheme) -> str:
         if scheme.block_rows > 1:
             span = f"block of {scheme.block_rows} output rows and {scheme.group_size} input columns"
         kind = "symmetric" if scheme.symmetric else "asymmetric"
-        weights = f"{_numbers(scheme.weight_grid)}, {kind}, one scale per {span}"
+        weights = f"{_numbers(scheme.weight_grid)}, {kind}, one scale{SCALES[scheme.scales]} per {span}"
     activations = "not quantized"
     if scheme.quantizes_activations:
         span = f"{scheme.activation_group} channels of a token" if scheme.activation_group else "token"
-        activations = f"{_numbers(scheme.activation_grid)}, symmetric, one dynamic scale per {span}"
+        activations = (
+            f"{_numbers(scheme.activation_grid)}, symmetric, one dynamic scale{SCALES[scheme.scales]} per {span}"
+        )
     named = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else escaped(base.name)
     if base.stated:
         named += f" (whose card names [{base.stated}](https://huggingface.co/{base.stated}) as its base model)"
@@ -181,9 +184,9 @@ def _vllm(scheme: Scheme, config: Mapping[str, Any]) -> str:
         return f"Simulation only: no server is known to run {scheme}."
     if config.get("model_type") == "qwen2_5_omni_thinker":
         return "vLLM takes full Omni checkpoints only; this one holds an Omni model's thinker alone."
-    default = next(row for row in serving(scheme) if row.server == VLLM and row.hardware == HOPPER)
+    default = next(row for row in serving(scheme) if row.server == VLLM and row.hardware == best.hardware)
     command = serve_command(FOLDER, best.switch)
-    facts = [f"With {VLLM} or later on a GPU such as {HOPPER}, this multiplies {best.computes}."]
+    facts = [f"With {VLLM} or later on a GPU such as {best.hardware}, this multiplies {best.computes}."]
     if best.verdict != "serves":
         facts = [f"Whether {VLLM} runs {scheme} was not seen: {best.note}."]
     elif best.switch and default.verdict == "differs":

@@ -11,6 +11,7 @@ from onptq.errors import OnPTQError
 from onptq.schemes import NAMED, UNQUANTIZED_BITS, Floats, Grid, Scheme
 
 COMPRESSED = "compressed-tensors"
+GROUPED = {"dtype": "group", "E4M3": "tensor_group", "E8M0": "group"}  # strategies of groups, by how scales are stored
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,18 @@ class Numbers:
 
     bits: int
     type: str = "int"
-    strategy: str | None = None  # tensor, channel, group, block, token
+    strategy: str | None = None  # tensor, channel, group, tensor_group, block, token
     group_size: int | None = None
     block: tuple[int, int] | None = None
     symmetric: bool = True
     dynamic: bool = False
 
     def __str__(self) -> str:
-        span = {"group": f"groups of {self.group_size}", "block": f"blocks of {self.block}"}.get(
-            self.strategy or "", f"per {self.strategy}" if self.strategy else "unknown strategy"
-        )
+        span = {
+            "group": f"groups of {self.group_size}",
+            "tensor_group": f"groups of {self.group_size} in a tensor",
+            "block": f"blocks of {self.block}",
+        }.get(self.strategy or "", f"per {self.strategy}" if self.strategy else "unknown strategy")
         kind = "symmetric" if self.symmetric else "asymmetric"
         return f"{self.bits}-bit {self.type}, {span}, {kind}{', dynamic' if self.dynamic else ''}"
 
@@ -41,7 +44,7 @@ def weight_numbers(scheme: Scheme) -> Numbers | None:
     if scheme.block_rows > 1:
         assert scheme.group_size is not None
         return Numbers(bits, kind, "block", block=(scheme.block_rows, scheme.group_size))
-    strategy = "group" if scheme.group_size else "channel"
+    strategy = GROUPED[scheme.scales] if scheme.group_size else "channel"
     return Numbers(bits, kind, strategy, scheme.group_size, symmetric=scheme.symmetric)
 
 
@@ -50,7 +53,7 @@ def activation_numbers(scheme: Scheme) -> Numbers | None:
     if not scheme.quantizes_activations:
         return None
     bits, kind = _type(scheme.activation_grid)
-    strategy = "group" if scheme.activation_group else "token"
+    strategy = GROUPED[scheme.scales] if scheme.activation_group else "token"
     return Numbers(bits, kind, strategy, scheme.activation_group, dynamic=True)
 
 

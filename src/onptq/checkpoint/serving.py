@@ -175,6 +175,47 @@ _W4AFP8 = (
     _vllm(CPU, "refuses", None, "nothing", "read", note=_HOPPER_ONLY),
 )
 
+_NO_CPU = _vllm(CPU, "refuses", None, "nothing", "read", note="no kernel on CPUs")
+EMULATION = f"{SWITCH} emulation"
+
+
+def _weight_only(hardware: str, kernel: str, computes: str) -> Served:
+    """A row of a scheme whose activations need Blackwell."""
+    return _vllm(
+        hardware,
+        "differs",
+        kernel,
+        computes,
+        "read",
+        note="its GEMMs begin with Blackwell: activations stay in 16 bits",
+    )
+
+
+_NVFP4A16 = (
+    *(_vllm(gpu, "serves", "Marlin", "E2M1 x 16-bit", "read") for gpu in (AMPERE, ADA, HOPPER)),
+    _vllm(BLACKWELL, "serves", "FlashInfer CuTe-DSL or Marlin", "E2M1 x 16-bit", "read"),
+    _NO_CPU,
+)
+
+_NVFP4 = (
+    *(_weight_only(gpu, "Marlin", "E2M1 x 16-bit") for gpu in (AMPERE, ADA, HOPPER)),
+    _vllm(HOPPER, "simulates", "Emulation", "rounded values, unpacked", "read", switch=EMULATION),
+    _vllm(BLACKWELL, "serves", "FlashInfer or CutlassNvFp4", "E2M1 x E2M1", "read"),
+    _NO_CPU,
+)
+
+_MXFP4 = (
+    *(_weight_only(gpu, "Marlin", "E2M1 x 16-bit") for gpu in (AMPERE, ADA, HOPPER)),
+    _vllm(BLACKWELL, "serves", "FlashInfer", "E2M1 x E2M1", "read"),
+    _NO_CPU,
+)
+
+_MXFP8 = (
+    *(_weight_only(gpu, "Marlin", "E4M3 x 16-bit") for gpu in (AMPERE, ADA, HOPPER)),
+    _vllm(BLACKWELL, "serves", "FlashInfer", "E4M3 x E4M3", "read"),
+    _NO_CPU,
+)
+
 TABLE: Mapping[str, tuple[Served, ...]] = {
     "W4A16": _W4A16,
     "W4A8": _W4A8,
@@ -183,6 +224,10 @@ TABLE: Mapping[str, tuple[Served, ...]] = {
     "FP8": _FP8,
     "FP8-block": _FP8_BLOCK,
     "W4AFP8": _W4AFP8,
+    "NVFP4A16": _NVFP4A16,
+    "NVFP4": _NVFP4,
+    "MXFP4": _MXFP4,
+    "MXFP8": _MXFP8,
 }
 
 # Group sizes each kernel lists, beside one scale per row. The CPU's kernel takes any even size.
@@ -202,7 +247,7 @@ def recommended(scheme: Scheme) -> Served | None:
     """The best known way to serve the scheme with vLLM on a recent GPU; None where only a simulation exists."""
     if scheme.simulated:
         return None
-    rows = [row for row in serving(scheme) if row.server == VLLM and row.hardware == HOPPER]
+    rows = [row for gpu in (HOPPER, BLACKWELL) for row in serving(scheme) if (row.server, row.hardware) == (VLLM, gpu)]
     return next((row for row in rows if row.verdict == "serves"), rows[0])
 
 

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from onptq.bank import Trajectory
 from onptq.methods.layerwise import Stream, answered_sequences, open_streams
-from onptq.methods.linears import by_query_head, dense_weight, quantized_input, quantized_linears, replaced
+from onptq.methods.linears import (
+    by_query_head,
+    dense_weight,
+    quantized_input,
+    quantized_linears,
+    replaced,
+    tensor_scale,
+)
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
@@ -98,10 +105,13 @@ def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor
     rounded, dense = quantized_input(policy.scheme, log_in, x), x.float() / log_in.exp()
     ratios = theta.linears[block.path(name)].ratio.split(ROWS // policy.scheme.block_rows)
     rows = zip(weight.split(ROWS), ratios, strict=True)
-    return torch.cat([_clip_rows(policy, part, full, rounded, dense) for part, full in rows])
+    common = tensor_scale(block, name)
+    return torch.cat([_clip_rows(policy, part, full, rounded, dense, common) for part, full in rows])
 
 
-def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor) -> Tensor:
+def _clip_rows(
+    policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor, common: Tensor | None
+) -> Tensor:
     """The best log clip of each row and group, on dense and on rounded inputs [tokens, I]; `full` is the one of no clip."""
 
     def partial(x: Tensor, weight: Tensor) -> Tensor:  # [O, G, tokens]
@@ -114,7 +124,8 @@ def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, de
     best, least = full, torch.full_like(full, torch.inf)
     for clip in CLIPS:
         ratio = torch.full_like(full, clip).log()
-        clipped = fake_quantize_weight(weight, None, None, ratio, None, policy.scheme, policy.storage, policy.dtype)
+        grid = policy.scheme, policy.storage, policy.dtype, common
+        clipped = fake_quantize_weight(weight, None, None, ratio, None, *grid)
         error = (partial(rounded, clipped) - target).square().sum(-1)
         error = to_groups(error, full, policy.scheme.block_rows).sum(-1)
         better = error < least

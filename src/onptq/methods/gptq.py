@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onptq.bank import Trajectory
 from onptq.methods.layerwise import IN_ORDER, Stream, answered_sequences, open_streams
-from onptq.methods.linears import dense_weight
+from onptq.methods.linears import dense_weight, tensor_scale
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
@@ -104,7 +104,9 @@ def _offsets(policy: Policy, theta: Theta, block: Block, name: str, hessian: Ten
     weight = smoothed(dense_weight(block, name), log_scales_in(theta, block, name), log_scales_out(theta, block, name))
     ratio = theta.linears[block.path(name)].ratio
     rows, grid = policy.scheme.block_rows, policy.scheme.weight_grid
-    scale, zero = weight_grid(to_groups(weight, ratio, rows), ratio, policy.scheme, policy.storage)
+    scale, zero = weight_grid(
+        to_groups(weight, ratio, rows), ratio, policy.scheme, policy.storage, tensor_scale(block, name)
+    )
     zero = torch.zeros_like(scale) if zero is None else zero
     scale, zero = (per_weight(part[..., 0], weight.shape, rows) for part in (scale, zero))
     plain = round_to_codes(weight, scale, grid, zero)

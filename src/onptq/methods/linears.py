@@ -27,12 +27,19 @@ def dense_weight(block: Block, name: str) -> Tensor:
     return weight
 
 
+def tensor_scale(block: Block, name: str) -> Tensor | None:
+    """The scale that all scales of the linear's weight have in common, if there is one."""
+    scale: Tensor | None = block.child(name).tensor_scale  # type: ignore[assignment]
+    return scale
+
+
 def rounded_weight(
     policy: Policy, theta: Theta, block: Block, name: str, log_in: Tensor, log_out: Tensor | None = None
 ) -> Tensor:
     """The linear's weight [O, I], smoothed by these scales, on the grid of its ratios."""
     weight, ratio = dense_weight(block, name), theta.linears[block.path(name)].ratio
-    return fake_quantize_weight(weight, log_in, log_out, ratio, None, policy.scheme, policy.storage, policy.dtype)
+    grid = policy.scheme, policy.storage, policy.dtype, tensor_scale(block, name)
+    return fake_quantize_weight(weight, log_in, log_out, ratio, None, *grid)
 
 
 def quantized_input(scheme: Scheme, log_in: Tensor, x: Tensor) -> Tensor:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from onptq.models.encoding import EncodedPrompt
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
+
+INPUT_SCALE = 16.0  # without data: scales of groups between 0.006 and 168 are stored without loss
 
 
 def rtn(
     policy: Policy, prompts: Sequence[EncodedPrompt] = (), advance: Callable[[int], None] = lambda blocks: None
 ) -> Theta:
     """The theta of plain rounding; prompts are not used."""
-    return Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
+    if policy.scheme.scales_inputs:
+        theta.inputs = {key: torch.full((1,), INPUT_SCALE, device=policy.device) for key in theta.smoothing}
+    return theta

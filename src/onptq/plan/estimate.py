@@ -79,7 +79,9 @@ class Memory:
     def files(self) -> int:
         """Thetas that the run writes beside the checkpoint: the init and one of every round."""
         recipe, scheme = self.work.recipe, self.scheme
-        in_halves = recipe.settles and scheme.symmetric and scheme.weight_bits <= 4  # two codes share a byte
+        in_halves = (
+            recipe.settles and scheme.symmetric and scheme.weight_bits <= 4 and not scheme.weight_floats
+        )  # 2 a byte
         scales = (1 + recipe.settles) * WIDE * self.shapes.scales
         return (1 + recipe.rounds) * (scales + _total(self.theta()) // (1 + in_halves))
 

@@ -17,6 +17,8 @@ class FoldedLinear:
     scale: Tensor  # [O, G] in the checkpoint's storage dtype (G = 1 per row, or I/group_size); per block [O/128, I/128]
     zero: Tensor | None  # int8 [O, G], asymmetric only; dequantized = (codes - zero) * scale
     bias: Tensor | None  # [O], storage dtype
+    tensor_scale: Tensor | None = None  # scales times it are numbers of E4M3
+    input_scale: Tensor | None = None  # the same of the input's scales
 
 
 @dataclass(frozen=True)

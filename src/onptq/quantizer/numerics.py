@@ -15,9 +15,12 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onptq import kernels
 from onptq.kernels.grid import code_range
-from onptq.schemes import Floats, Grid, Scheme
+from onptq.schemes import E4M3, Floats, Grid, ScaleType, Scheme
 
 FLOAT32_EXPONENT = 0x7F800000  # the bits that make a power of two of a positive float32
+FLOAT32_QUARTER = 0x00200000  # added to one, it makes the next power of two of a mantissa from 1.75 on
+LEAST_POWER = 2.0**-120  # of a scale
+ZERO_SCALE = 0.125  # the E4M3 code in place of 0
 
 
 class FakeQuantize(torch.autograd.Function):
@@ -108,22 +111,74 @@ class CastThrough(torch.autograd.Function):
         return grad, None
 
 
+class Through(torch.autograd.Function):
+    """A rounded value in place of x, with a gradient of one."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def _through(x: Tensor, rounded: Tensor) -> Tensor:
+    return Through.apply(x, rounded)  # type: ignore[no-untyped-call, no-any-return]
+
+
 def cast_through(x: Tensor, dtype: torch.dtype) -> Tensor:
     return CastThrough.apply(x, dtype) if x.dtype != dtype else x  # type: ignore[no-untyped-call, no-any-return]
 
 
-def quantize_inputs(x: Tensor, scheme: Scheme) -> Tensor:
-    """x [..., tokens, channels] as a linear of the scheme multiplies it."""
+def full_range(absmax: Tensor, grid: Floats, scales: ScaleType) -> Tensor:
+    """The scale, not yet stored, under which the largest value meets the largest code; a power of two can only come near."""
+    return absmax / absmax.new_full((), grid.power if scales == "E8M0" else grid.largest)
+
+
+def stored_scale(scale: Tensor, scales: ScaleType, dtype: torch.dtype, tensor_scale: Tensor | None = None) -> Tensor:
+    """The scale as it is stored, with a gradient of one; never zero."""
+    if scales == "dtype":
+        scale = cast_through(scale, dtype)
+        return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
+    if scales == "E4M3":
+        assert tensor_scale is not None
+        code = nearest((scale.detach() * tensor_scale).clamp(max=E4M3.largest), E4M3)
+        return _through(scale, torch.where(code == 0, ZERO_SCALE, code) / tensor_scale)
+    bits = scale.detach().float().clamp(min=LEAST_POWER).view(torch.int32) + FLOAT32_QUARTER
+    return _through(scale, (bits & FLOAT32_EXPONENT).view(torch.float32).to(scale.dtype))
+
+
+def fitting_scale(absmax: Tensor) -> Tensor:
+    """The tensor scale of E4M3 scales for values up to `absmax`: a power of two, so that dividing by it rounds nothing.
+
+    The largest group's scale becomes 10 to 22 of 448: there is room for values 20 times as large, and a group 700 times
+    smaller is still stored with all three bits of the mantissa.
+    """
+    exponent = torch.frexp(absmax.float().clamp(min=LEAST_POWER)).exponent
+    return torch.ldexp(torch.ones_like(absmax, dtype=torch.float32), 7 - exponent)
+
+
+def product_dtype(scheme: Scheme, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which codes meet scales. Those of few bits meet in float32, where nothing is lost."""
+    return dtype if scheme.scales == "dtype" else torch.promote_types(dtype, torch.float32)
+
+
+def quantize_inputs(x: Tensor, scheme: Scheme, tensor_scale: Tensor | None = None) -> Tensor:
+    """x [..., tokens, channels] as a linear of the scheme multiplies it. Without a tensor scale it has the one that fits."""
     if not scheme.quantizes_activations:
         return x
     grid = scheme.activation_grid
     if not isinstance(grid, Floats):
         return fake_quantize_activations(x, grid)
     groups = x.unflatten(-1, (-1, scheme.activation_group or x.shape[-1]))
-    absmax = groups.abs().amax(dim=-1, keepdim=True)
-    scale = absmax / absmax.new_full((), grid.largest)
-    scale = torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
-    return FakeQuantize.apply(groups, scale, None, None, grid, x.dtype).flatten(-2)  # type: ignore[no-untyped-call, no-any-return]
+    full = full_range(groups.abs().amax(dim=-1, keepdim=True), grid, scheme.scales)
+    dtype = product_dtype(scheme, x.dtype)
+    if tensor_scale is None and scheme.scales_inputs:
+        tensor_scale = fitting_scale(x.detach().abs().amax())
+    scale = stored_scale(full.to(dtype), scheme.scales, x.dtype, tensor_scale)
+    out: Tensor = FakeQuantize.apply(groups.to(dtype), scale, None, None, grid, dtype)  # type: ignore[no-untyped-call]
+    return out.to(x.dtype).flatten(-2)
 
 
 def fake_quantize_activations(x: Tensor, bits: int) -> Tensor:

@@ -88,7 +88,8 @@ class Policy(LanguageModel):
         if not self.scheme.quantizes_weights:
             return theta.clone()
         smoothing = {key: u.detach().clone() for key, u in theta.smoothing.items()}
-        return Theta(smoothing, {module.path: module.settle(theta) for module in self._linears()})
+        linears = {module.path: module.settle(theta) for module in self._linears()}
+        return Theta(smoothing, dict(linears), dict(theta.inputs))
 
     def settle_block(self, theta: Theta, block: Block) -> None:
         """Settle the codes of one block, in place."""

@@ -8,7 +8,14 @@ from torch.nn import functional as F
 
 from onptq import kernels
 from onptq.kernels.grid import OFF_TIE, code_range
-from onptq.quantizer.numerics import FakeQuantize, cast_through, round_to_codes
+from onptq.quantizer.numerics import (
+    FakeQuantize,
+    cast_through,
+    full_range,
+    product_dtype,
+    round_to_codes,
+    stored_scale,
+)
 from onptq.schemes import Floats, Scheme
 
 
@@ -19,13 +26,13 @@ def smoothed(weight: Tensor, log_in: Tensor | None, log_out: Tensor | None) -> T
 
 
 def weight_grid(
-    weight: Tensor, log_ratio: Tensor, scheme: Scheme, storage: torch.dtype
+    weight: Tensor, log_ratio: Tensor, scheme: Scheme, storage: torch.dtype, tensor_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Scale [O, G, 1], rounded to the dtype it is stored in, and zero point [O, G, 1] of weights [O, G, I / G]."""
     grid, ratio = scheme.weight_grid, log_ratio.exp()[..., None]
     if isinstance(grid, Floats):
-        absmax = weight.abs().amax(dim=-1, keepdim=True)
-        return _stored(ratio * (absmax / absmax.new_full((), grid.largest)), storage), None
+        full = full_range(weight.abs().amax(dim=-1, keepdim=True), grid, scheme.scales)
+        return stored_scale(ratio * full, scheme.scales, storage, tensor_scale), None
     low, high = code_range(grid)
     if scheme.symmetric:
         span = weight.abs().amax(dim=-1, keepdim=True) * (OFF_TIE / ((high - low) / 2))
@@ -33,7 +40,7 @@ def weight_grid(
         floor = weight.amin(dim=-1, keepdim=True).clamp(max=0)
         reach = weight.amax(dim=-1, keepdim=True).clamp(min=0) - floor
         span = reach / reach.new_full((), high - low)  # a division on a GPU too, as for activations
-    scale = _stored(ratio * span, storage)
+    scale = stored_scale(ratio * span, "dtype", storage)
     if scheme.symmetric:
         return scale, None
     return scale, (low - ratio.detach() * floor.detach() / scale.detach()).round().clamp(low, high)
@@ -48,6 +55,7 @@ def fake_quantize_weight(
     scheme: Scheme,
     storage: torch.dtype,
     dtype: torch.dtype,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
     """The weight [O, I] of the deployed linear, in the compute dtype; differentiable in theta."""
     if not scheme.quantizes_weights:
@@ -62,29 +70,40 @@ def fake_quantize_weight(
         return fake_quantize_rows(weight, scale_in, scale_out, log_ratio.exp(), offset, *grid)
     grouped = to_groups(smoothed(weight, log_in, log_out), log_ratio, scheme.block_rows)
     offset = None if offset is None else to_groups(offset, log_ratio, scheme.block_rows)
-    scale, zero = weight_grid(grouped, log_ratio, scheme, storage)
+    scale, zero = weight_grid(grouped, log_ratio, scheme, storage, tensor_scale)
     shift = offset if zero is None else zero if offset is None else offset + zero
-    out: Tensor = FakeQuantize.apply(grouped, scale, shift, zero, scheme.weight_grid, dtype)  # type: ignore[no-untyped-call]
-    return of_groups(out, weight.shape, scheme.block_rows)
+    product = product_dtype(scheme, dtype)
+    out: Tensor = FakeQuantize.apply(grouped, scale, shift, zero, scheme.weight_grid, product)  # type: ignore[no-untyped-call]
+    return of_groups(out.to(dtype), weight.shape, scheme.block_rows)
 
 
 @torch.no_grad()
 def weight_codes(
-    weight: Tensor, log_ratio: Tensor, offset: Tensor | None, scheme: Scheme, storage: torch.dtype
+    weight: Tensor,
+    log_ratio: Tensor,
+    offset: Tensor | None,
+    scheme: Scheme,
+    storage: torch.dtype,
+    tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same weight as codes [O, I], int8 or E4M3, scale [O, G] in the storage dtype, and zero point int8 [O, G] or
-    None."""
+    """The same weight as codes [O, I], int8 or E4M3, scale [O, G], and zero point int8 [O, G] or None.
+
+    The scale is in the storage dtype; one of few bits, divided by the tensor scale, is in float32."""
     grouped = to_groups(weight, log_ratio, scheme.block_rows)
     offset = None if offset is None else to_groups(offset, log_ratio, scheme.block_rows)
-    scale, zero = weight_grid(grouped, log_ratio, scheme, storage)
+    scale, zero = weight_grid(grouped, log_ratio, scheme, storage, tensor_scale)
     shift = offset if zero is None else zero if offset is None else offset + zero
     codes = of_groups(round_to_codes(grouped, scale, scheme.weight_grid, shift), weight.shape, scheme.block_rows)
     codes = codes.to(torch.int8 if scheme.weight_floats is None else torch.float8_e4m3fn)
-    return codes, scale[..., 0].to(storage), None if zero is None else zero[..., 0].to(torch.int8)
+    return (
+        codes,
+        scale[..., 0].to(product_dtype(scheme, storage)),
+        None if zero is None else zero[..., 0].to(torch.int8),
+    )
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype, block_rows: int = 1) -> Tensor:
-    """(codes - zero) * scale in the compute dtype, [O, I]."""
+    """(codes - zero) * scale in the dtype, [O, I]."""
     if dtype in kernels.DTYPES and kernels.fit(scale) and kernels.fit(codes, zero, dtypes={torch.int8}):
         from onptq.kernels.weights import dequantize_rows
 
@@ -117,8 +136,3 @@ def per_weight(scale: Tensor, shape: torch.Size, block_rows: int = 1) -> Tensor:
     """Scales as a matrix [O, I]."""
     columns = scale.repeat_interleave(shape[1] // scale.shape[1], dim=1)
     return columns if block_rows == 1 else columns.repeat_interleave(block_rows, dim=0)[: shape[0]]
-
-
-def _stored(scale: Tensor, storage: torch.dtype) -> Tensor:
-    scale = cast_through(scale, storage)
-    return torch.where(scale == 0, torch.finfo(storage).eps, scale)
