@@ -188,6 +188,21 @@ def test_every_scheme_is_written_and_verified(scheme: str, method: str, wide: Pa
         assert (activations["num_bits"], activations["dynamic"], activations["strategy"]) == (bits, True, "token")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "stored"), [("FP8-block", "float"), ("NVFP4", "nvfp4-pack"), ("MXFP4", "mxfp4-pack")]
+)
+def test_floats_are_calibrated_written_and_verified(scheme: str, stored: str, wide: Path, tmp_path: Path) -> None:
+    changes = {"scheme": scheme, "calibrate.keep": "last"}
+    result = onptq.quantize(wide, tmp_path, calibration=wide / "prompts.jsonl", recipe=recipe(changes))
+    assert result.summary["verification"]["max_abs_difference"] == 0.0
+    section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert section["format"] == f"{stored}-quantized"
+    tensors = theta(tmp_path)
+    assert any(name.startswith("input/") for name in tensors) == (scheme == "NVFP4")
+    assert any(bool(tensor.any()) for name, tensor in tensors.items() if name.startswith("ratio/"))
+
+
 def test_rounding_to_nearest_needs_no_prompts_and_prompts_only_measure_it(small: Path, tmp_path: Path) -> None:
     alone, measured = tmp_path / "alone", tmp_path / "measured"
     plain = Recipe.preset("default", {"method": "rtn", "data.prompts": 4, "data.holdout": 2, "follow.max_tokens": 8})

@@ -20,9 +20,15 @@ from test_policy import inputs_of, speak
 from torch import Tensor
 
 from onptq.checkpoint.write import compress_linear, quantization_config, storage_format
+from onptq.engine.prefixes import whole_prompts
+from onptq.methods.inputs import fitting_inputs
+from onptq.methods.layerwise import observing
+from onptq.methods.rtn import rtn
+from onptq.models.encoding import PromptBatch
+from onptq.models.structure import Block
 from onptq.quantizer.folded import FoldedLinear
-from onptq.quantizer.numerics import FakeQuantize, fitting_scale, nearest, quantize_inputs, spacing
-from onptq.quantizer.theta import Learned, Settled
+from onptq.quantizer.numerics import FakeQuantize, fitting_scale, nearest, quantize_inputs, spacing, stored_scale
+from onptq.quantizer.theta import PAIRS, Learned, Settled, Theta, pair_key
 from onptq.quantizer.weights import dequantize, of_groups, to_groups, weight_codes
 from onptq.schemes import E2M1, E4M3, NAMED, Floats, Scheme
 
@@ -111,6 +117,33 @@ def test_the_gradients_are_straight_through(grid: Floats, offset: bool) -> None:
         np.testing.assert_allclose(shift.grad.numpy(), wanted["offset"])
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.3, 1.7499, 1.75, 1.99])
+def test_powers_of_two_grow_from_a_mantissa_of_1_75_on(factor: float) -> None:
+    scale = torch.tensor([factor * 2.0**k for k in range(-20, 9)], requires_grad=True)
+    stored = stored_scale(scale, "E8M0", torch.bfloat16)
+    assert stored.tolist() == [2.0 ** (k + (factor >= 1.75)) for k in range(-20, 9)]
+    stored.sum().backward()
+    assert torch.equal(scale.grad, torch.ones_like(scale))  # type: ignore[arg-type]
+
+
+def test_scales_in_e4m3_are_codes_under_a_power_of_two() -> None:
+    codes, common = codes_of(E4M3), torch.tensor(2.0**5)
+    scale = (normal(512).abs() * torch.logspace(-6, 1.3, 512)).requires_grad_()
+    stored = stored_scale(scale, "E4M3", torch.bfloat16, common)
+    wanted = [oracles.nearest_float(value * 32, codes) or 0.125 for value in scale.tolist()]
+    assert (stored * 32).tolist() == wanted
+    assert max(wanted) == 448 > 0.125 >= wanted[0]
+    stored.sum().backward()
+    assert torch.equal(scale.grad, torch.ones_like(scale))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("absmax", [1e-6, 0.7, 1.0, 63.9, 64.0, 2e4])
+def test_the_fitting_scale_is_a_power_of_two_that_leaves_room(absmax: float) -> None:
+    scale = float(fitting_scale(torch.tensor(absmax)))
+    assert math.frexp(scale)[0] == 0.5
+    assert 10.6 < absmax / E2M1.largest * scale < 21.4
+
+
 # --- every scheme -------------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +219,44 @@ def test_live_frozen_settled_and_centred_are_one_policy(
         assert torch.equal(speak(policy, "Q", inputs), live), kind
         policy.attach(other)
         assert torch.equal(speak(policy, "Q", inputs), live), kind
+
+
+@pytest.mark.parametrize("name", ["NVFP4A16", "NVFP4"])
+def test_linears_with_one_input_share_their_tensor_scales(tiny: Callable[[str], Tiny], name: str) -> None:
+    """Servers multiply them as one, under one scale."""
+    policy = make_policy(tiny("qwen2.5-vl"), name, torch.float32)
+    block = policy.structure.blocks[0]
+    policy.freeze(rtn(policy))
+    for pair, (_, consumers) in PAIRS.items():
+        parts = [dict(policy.folded())[block.path(one)] for one in consumers]
+        largest = torch.stack([block.child(one).weight.abs().amax() for one in consumers]).amax()  # type: ignore[operator]
+        assert {float(part.tensor_scale) for part in parts} == {float(fitting_scale(largest))}  # type: ignore[union-attr, arg-type]
+        inputs = {None if part.input_scale is None else float(part.input_scale) for part in parts}  # type: ignore[union-attr]
+        assert inputs == ({None} if name == "NVFP4A16" else {1.0}), pair
+
+
+def test_scales_of_inputs_are_those_of_the_policy_s_own_responses(tiny: Callable[[str], Tiny]) -> None:
+    policy = make_policy(tiny("qwen2.5-vl"), "NVFP4", torch.float32)
+    prompts, theta = tiny("qwen2.5-vl").encode(policy, 2), random_theta(policy)
+    theta.inputs = {}
+    found = fitting_inputs(policy, theta, prompts)
+    assert found.keys() == theta.smoothing.keys()
+    largest = dict.fromkeys(found, 0.0)
+
+    def observe(block: Block, pair: str, x: Tensor) -> None:
+        key = pair_key(block, pair)
+        largest[key] = max(largest[key], float(x.abs().max()))
+
+    policy.freeze(theta)
+    with observing(policy.structure.blocks, observe), policy.speaking("Q"), torch.no_grad():
+        for prompt in prompts:
+            policy.run(whole_prompts(PromptBatch.of([prompt])))
+    for key, scale in found.items():
+        assert largest[key] / 6 * float(scale) < 21.4, "responses may only have larger values"
+    changed = theta.clone()
+    changed.inputs = found
+    again = Theta.of_tensors(changed.tensors())
+    assert {key: float(scale) for key, scale in again.inputs.items()} == {k: float(v) for k, v in found.items()}
 
 
 @pytest.mark.parametrize("name", NAMED)

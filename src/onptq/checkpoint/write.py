@@ -292,7 +292,9 @@ def check_groups(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> No
     for name in decoder.linears if scheme.group_size else ():
         columns = checkpoint.tensors[f"{decoder.prefix}{name}.weight"].shape[1]
         if columns % (scheme.group_size or columns):
-            raise OnPTQError(f"{name} has {columns} input columns, which groups of {scheme.group_size} do not divide")
+            raise OnPTQError(
+                f"{scheme}: {name} has {columns} input columns, which groups of {scheme.group_size} do not divide"
+            )
 
 
 def _check_seven(checkpoint: Checkpoint, decoder: Decoder) -> None:
