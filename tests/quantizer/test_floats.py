@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import oracles
@@ -20,6 +21,7 @@ from test_policy import inputs_of, speak
 from torch import Tensor
 
 from onptq.checkpoint.write import compress_linear, quantization_config, storage_format
+from onptq.cycle.calibrate import Progress
 from onptq.engine.prefixes import whole_prompts
 from onptq.methods.inputs import fitting_inputs
 from onptq.methods.layerwise import observing
@@ -255,8 +257,33 @@ def test_scales_of_inputs_are_those_of_the_policy_s_own_responses(tiny: Callable
         assert largest[key] / 6 * float(scale) < 21.4, "responses may only have larger values"
     changed = theta.clone()
     changed.inputs = found
+    for other in (changed.clone(), changed.freed(), policy.settle(changed)):
+        assert other.inputs.keys() == found.keys()
+        assert all(other.inputs[key].data_ptr() != scale.data_ptr() for key, scale in found.items()), (
+            "saved in one file"
+        )
     again = Theta.of_tensors(changed.tensors())
     assert {key: float(scale) for key, scale in again.inputs.items()} == {k: float(v) for k, v in found.items()}
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "FP8-block"])
+def test_an_update_that_has_not_ended_is_saved(tiny: Callable[[str], Tiny], name: str, tmp_path: Path) -> None:
+    policy = make_policy(tiny("qwen2.5-vl"), name, torch.float32)
+    theta = policy.settle(random_theta(policy))
+    theta.save(tmp_path / "theta.safetensors")
+    assert same_tensors(Theta.load(tmp_path / "theta.safetensors"), theta)
+    centred = policy.centre(random_theta(policy))
+    Progress(centred, best=centred.clone()).save(tmp_path / "halfway.safetensors")
+    again = Progress.load(tmp_path / "halfway.safetensors", "cpu")
+    assert again.best is not None
+    assert same_tensors(again.theta, centred)
+    assert same_tensors(again.best, centred)
+    Progress(theta, best=theta.clone()).save(tmp_path / "halfway.safetensors")
+
+
+def same_tensors(one: Theta, other: Theta) -> bool:
+    ours, theirs = one.tensors(), other.tensors()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name].float(), theirs[name].float()) for name in ours)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -131,10 +131,8 @@ class QuantLinear(nn.Module):
     def fold(self, theta: Theta) -> FoldedLinear:
         bias, linear = self._bias(theta), theta.linears[self.path]
         bias = None if bias is None else bias.to(self.storage)
-        grid, tensor_scales = (
-            (self.scheme, self.storage, self.tensor_scale),
-            (self.tensor_scale, self._input_scale(theta)),
-        )
+        grid = self.scheme, self.storage, self.tensor_scale
+        tensor_scales = self.tensor_scale, self._input_scale(theta)
         if isinstance(linear, Settled):
             codes = settled_codes(linear.levels, linear.scale, linear.ratio, *grid)
             return FoldedLinear(*codes, bias, *tensor_scales)

@@ -96,7 +96,12 @@ def in_offsets(difference: Tensor, scaled: Tensor, grid: Grid) -> Tensor:
 def spacing(x: Tensor, floats: Floats) -> Tensor:
     """The distance between the neighbours of x in the grid, in the dtype of x."""
     bits = x.abs().float().clamp(2.0**floats.least, floats.largest).view(torch.int32)
-    return ((bits & FLOAT32_EXPONENT).view(torch.float32) * 2.0**-floats.mantissa).to(x.dtype)
+    return (_power(bits) * 2.0**-floats.mantissa).to(x.dtype)
+
+
+def _power(bits: Tensor) -> Tensor:
+    """The power of two that a positive float32, given by its bits, is at least."""
+    return (bits & FLOAT32_EXPONENT).view(torch.float32)
 
 
 class CastThrough(torch.autograd.Function):
@@ -145,8 +150,8 @@ def stored_scale(scale: Tensor, scales: ScaleType, dtype: torch.dtype, tensor_sc
         assert tensor_scale is not None
         code = nearest((scale.detach() * tensor_scale).clamp(max=E4M3.largest), E4M3)
         return _through(scale, torch.where(code == 0, ZERO_SCALE, code) / tensor_scale)
-    bits = scale.detach().float().clamp(min=LEAST_POWER).view(torch.int32) + FLOAT32_QUARTER
-    return _through(scale, (bits & FLOAT32_EXPONENT).view(torch.float32).to(scale.dtype))
+    bits = scale.detach().float().clamp(min=LEAST_POWER).view(torch.int32)
+    return _through(scale, _power(bits + FLOAT32_QUARTER).to(scale.dtype))
 
 
 def fitting_scale(absmax: Tensor) -> Tensor:
@@ -155,8 +160,7 @@ def fitting_scale(absmax: Tensor) -> Tensor:
     The largest group's scale becomes 10 to 22 of 448: there is room for values 20 times as large, and a group 700 times
     smaller is still stored with all three bits of the mantissa.
     """
-    exponent = torch.frexp(absmax.float().clamp(min=LEAST_POWER)).exponent
-    return torch.ldexp(torch.ones_like(absmax, dtype=torch.float32), 7 - exponent)
+    return 64 / _power(absmax.float().clamp(min=LEAST_POWER).view(torch.int32))
 
 
 def product_dtype(scheme: Scheme, dtype: torch.dtype) -> torch.dtype:

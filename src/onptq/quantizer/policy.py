@@ -89,7 +89,7 @@ class Policy(LanguageModel):
             return theta.clone()
         smoothing = {key: u.detach().clone() for key, u in theta.smoothing.items()}
         linears = {module.path: module.settle(theta) for module in self._linears()}
-        return Theta(smoothing, dict(linears), dict(theta.inputs))
+        return Theta(smoothing, dict(linears), {key: scale.clone() for key, scale in theta.inputs.items()})
 
     def settle_block(self, theta: Theta, block: Block) -> None:
         """Settle the codes of one block, in place."""

@@ -59,11 +59,9 @@ def _effective_scale(
     scale: Tensor, log_ratio: Tensor, scheme: Scheme, storage: torch.dtype, tensor_scale: Tensor | None
 ) -> Tensor:
     scale = scale * log_ratio.exp()
-    return (
-        cast_through(scale, storage)
-        if scheme.scales == "dtype"
-        else stored_scale(scale, scheme.scales, storage, tensor_scale)
-    )
+    if scheme.scales == "dtype":
+        return cast_through(scale, storage)
+    return stored_scale(scale, scheme.scales, storage, tensor_scale)
 
 
 class _ScaledRows(torch.autograd.Function):

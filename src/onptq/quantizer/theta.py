@@ -18,10 +18,7 @@ from onptq.schemes import Scheme
 
 SMOOTHING_REACH = 1.5  # largest distance of a log-smoothing entry from its value at the start of an update
 RATIO_RANGE = (math.log(0.4), 0.0)  # of the log scale ratio
-VALID_RANGE = (
-    math.log(0.4),
-    math.log(2.0),
-)  # the same, where scales are numbers of few bits: full range is not the limit
+VALID_RANGE = (math.log(0.4), math.log(2.0))  # the same where scales are numbers of few bits
 SETTLED_RANGE = (-0.5, 0.5)  # of the log scale ratio where codes are settled
 OFFSET_RANGE = (-0.5, 0.5)  # of learned offsets; those of an init may lie beyond it, as GPTQ's do
 
@@ -71,9 +68,7 @@ class Theta:
 
     smoothing: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> [channels]
     linears: dict[str, LinearTheta] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> its part
-    inputs: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # "layers.0.v_o" -> tensor scale of what enters, if it has one
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> tensor scale of what enters, if any
 
     @classmethod
     def rtn(cls, blocks: Sequence[Block], scheme: Scheme, device: torch.device | str = "cpu") -> Theta:
@@ -109,13 +104,14 @@ class Theta:
         return Theta(
             {key: u.detach().clone() for key, u in self.smoothing.items()},
             {path: _clone(linear) for path, linear in self.linears.items()},
-            dict(self.inputs),
+            self._cloned_inputs(),
         )
 
     def freed(self) -> Theta:
         """A clone whose codes all follow the weights again: smoothing and ratios alone."""
         ratios = {path: Free(ratio.detach().clone()) for path, ratio in self.ratio.items()}
-        return Theta({key: u.detach().clone() for key, u in self.smoothing.items()}, dict(ratios), dict(self.inputs))
+        smoothing = {key: u.detach().clone() for key, u in self.smoothing.items()}
+        return Theta(smoothing, dict(ratios), self._cloned_inputs())
 
     @property
     def version(self) -> int:
@@ -177,6 +173,9 @@ class Theta:
     @classmethod
     def load(cls, path: Path, device: torch.device | str = "cpu") -> Theta:
         return cls.of_tensors(dict(_whole(load_file(path, device=str(device)))))
+
+    def _cloned_inputs(self) -> dict[str, Tensor]:
+        return {key: scale.clone() for key, scale in self.inputs.items()}
 
     def _named(self) -> dict[str, Tensor]:
         named = {f"smoothing/{key}": u for key, u in self.smoothing.items()}

@@ -95,11 +95,8 @@ def weight_codes(
     shift = offset if zero is None else zero if offset is None else offset + zero
     codes = of_groups(round_to_codes(grouped, scale, scheme.weight_grid, shift), weight.shape, scheme.block_rows)
     codes = codes.to(torch.int8 if scheme.weight_floats is None else torch.float8_e4m3fn)
-    return (
-        codes,
-        scale[..., 0].to(product_dtype(scheme, storage)),
-        None if zero is None else zero[..., 0].to(torch.int8),
-    )
+    stored = scale[..., 0].to(product_dtype(scheme, storage))
+    return codes, stored, None if zero is None else zero[..., 0].to(torch.int8)
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype, block_rows: int = 1) -> Tensor:
