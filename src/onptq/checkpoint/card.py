@@ -37,7 +37,7 @@ import transformers
 folder = "{folder}"
 processor = transformers.AutoProcessor.from_pretrained(folder)  # needs torchvision
 model = transformers.{model_class}.from_pretrained(
-    folder, dtype="auto", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
+    folder, dtype="{dtype}", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
 )
 question = [{{"type": "image", "path": "image.png"}}, {{"type": "text", "text": "What is in this image?"}}]
 inputs = processor.apply_chat_template(
@@ -56,7 +56,7 @@ import transformers
 folder = "{folder}"
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 model = transformers.{model_class}.from_pretrained(
-    folder, dtype="auto", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
+    folder, dtype="{dtype}", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
 )
 inputs = tokenizer.apply_chat_template(
     [{{"role": "user", "content": "Which color is the sky?"}}],
@@ -168,10 +168,11 @@ def _numbers(grid: Grid) -> str:
 def _transformers(family: Family | None, scheme: Scheme) -> str:
     example = _IMAGE_EXAMPLE if family is not None and "image" in family.modalities else _TEXT_EXAMPLE
     model_class = family.model_class if family is not None else "AutoModelForCausalLM"
+    dtype = "auto" if scheme.scales == "dtype" else "bfloat16"  # what transformers unpacks floats of few bits to
     activations = "quantizes activations on the way" if scheme.quantizes_activations else "leaves activations alone"
     torchvision = " and `torchvision`" if example is _IMAGE_EXAMPLE else ""
     return (
-        f"```python\n{example.format(folder=FOLDER, model_class=model_class)}\n```\n\n"
+        f"```python\n{example.format(folder=FOLDER, model_class=model_class, dtype=dtype)}\n```\n\n"
         f"transformers needs the packages `compressed-tensors`{torchvision}. It dequantizes the weights when it loads them "
         f"and {activations}: an exact simulation of the scheme, no faster and no smaller in memory than the source."
     )
@@ -189,7 +190,9 @@ def _vllm(scheme: Scheme, config: Mapping[str, Any]) -> str:
     facts = [f"With {VLLM} or later on a GPU such as {best.hardware}, this multiplies {best.computes}."]
     if best.verdict != "serves":
         facts = [f"Whether {VLLM} runs {scheme} was not seen: {best.note}."]
-    elif best.switch and default.verdict == "differs":
+    elif best.evidence == "read":
+        facts.append("So its source says; it was not run.")
+    if best.verdict == "serves" and best.switch and default.verdict == "differs":
         facts.append(f"Without `{best.switch}` the server answers too, but multiplies {default.computes}.")
     facts.append("`onptq plan` lists other hardware; the page *Serving* of OnPTQ's documentation has tuned settings.")
     return f"```bash\n{command}\n```\n\n" + " ".join(facts)
