@@ -157,15 +157,16 @@ def test_escaped_text_is_one_line_of_plain_markdown() -> None:
 # --- use --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2.5-vl"])
-def test_the_example_of_the_card_runs(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "W4A8"), ("qwen2.5-vl", "W4A8"), ("llama", "NVFP4")])
+def test_the_example_of_the_card_runs(
+    family: str, scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if family != "llama" and importlib.util.find_spec("torchvision") is None:
         pytest.skip("transformers' AutoProcessor needs torchvision")
     model, out = tmp_path / "model", tmp_path / "out"
     write_random(family, model, prompts=1, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512)
-    onptq.quantize(
-        model, out, recipe=Recipe.preset("default", {"method": "rtn", "compute.device": "cpu"}), verify=False
-    )
+    recipe = Recipe.preset("default", {"method": "rtn", "scheme": scheme, "compute.device": "cpu"})
+    onptq.quantize(model, out, recipe=recipe, verify=False)
     Image.new("RGB", (64, 64), "red").save(tmp_path / "image.png")
     code = example((out / "README.md").read_text())
     code = code.replace(FOLDER, str(out)).replace("image.png", str(tmp_path / "image.png"))
@@ -199,6 +200,9 @@ def test_omni_is_loaded_by_the_class_that_answers_in_text() -> None:
         ("W4A16", "vllm serve path/to/this/folder", "int4 x 16-bit"),
         ("W8A8", "vllm serve path/to/this/folder", "int8 x int8"),
         ("W8A16", "vllm serve path/to/this/folder", "int8 x 16-bit"),
+        ("W4A8-g128", "vllm serve path/to/this/folder --linear-backend humming", "int4 x int8"),
+        ("FP8-block", "vllm serve path/to/this/folder", "E4M3 x E4M3"),
+        ("NVFP4", "vllm serve path/to/this/folder", "E2M1 x E2M1"),
     ],
 )
 def test_one_command_serves_the_scheme(scheme: str, command: str, computes: str) -> None:
@@ -206,7 +210,32 @@ def test_one_command_serves_the_scheme(scheme: str, command: str, computes: str)
     assert re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL) == [command]
     assert f"this multiplies {computes}." in text
     differs = "Without `--linear-backend humming` the server answers too, but multiplies int4 x 16-bit."
-    assert (differs in text) == (scheme == "W4A8")
+    assert (differs in text) == scheme.startswith("W4A8")
+    assert ("Blackwell" in text) == (scheme == "NVFP4")
+    assert ("So its source says; it was not run." in text) == (scheme not in ("W4A8", "W4A16", "W8A8"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights", "activations"),
+    [
+        ("W4A8-g128", "4-bit integers, symmetric, one scale per 128 input columns of an output row", "8-bit integers"),
+        (
+            "FP8-block",
+            "8-bit floats (E4M3), symmetric, one scale per block of 128 output rows and 128 input columns",
+            "8-bit floats (E4M3), symmetric, one dynamic scale per 128 channels of a token",
+        ),
+        (
+            "NVFP4",
+            "4-bit floats (E2M1), symmetric, one scale in E4M3, under one for the tensor, per 16 input columns",
+            "one dynamic scale in E4M3, under one for the tensor, per 16 channels of a token",
+        ),
+        ("MXFP4", "one scale, a power of two, per 32 input columns", "4-bit floats (E2M1)"),
+    ],
+)
+def test_numbers_are_described(scheme: str, weights: str, activations: str) -> None:
+    text = card(Path("model"), scheme)
+    assert weights in text.split("- Weights: ")[1].split("\n")[0]
+    assert activations in text.split("- Activations: ")[1].split("\n")[0]
 
 
 def test_a_kernel_that_lists_no_such_groups_is_not_promised() -> None:

@@ -108,7 +108,7 @@ def test_q_with_sixteen_bits_everywhere_is_d(tiny: Callable[[str], Tiny], family
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "scheme", ["W8A8", "W4A16", "W4A16-g128", "W4A16-g128-asym", "W4A16-asym", "W4A6", "W3A5", "W16A8"]
+    "scheme", ["W8A8", "W4A16", "W4A16-g128", "W4A16-g128-asym", "W4A16-asym", "W4A8-g32", "W4A6", "W3A5", "W16A8"]
 )
 def test_the_training_graph_computes_what_it_folds_to(
     tiny: Callable[[str], Tiny], scheme: str, dtype: torch.dtype

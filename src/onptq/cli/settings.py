@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from onptq.checkpoint.catalogs import is_cataloged
 from onptq.errors import OnPTQError
 from onptq.ranks import is_first
+from onptq.schemes import NAMED
 
 if TYPE_CHECKING:
     from onptq.progress import Reporter
     from onptq.recipe import Recipe
 
 ZOO = "zoo:"
-SCHEME_HELP = "W4A16, W8A8, W4A8, W4A6, any WbAb; -gN and -asym with A16."
+SCHEME_HELP = f"W4A16, W8A8, W4A8, W4A6, any WbAb; -gN, and -asym with A16; {', '.join(NAMED)}."
 METHOD_HELP = (
     "onptq; its controls static (gamma 0), uniform (no risk) and offpolicy (the dense model's rollouts); or a base method: "
     "`onptq list methods`."

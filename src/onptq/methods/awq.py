@@ -15,13 +15,21 @@ from torch import Tensor
 
 from onptq.bank import Trajectory
 from onptq.methods.layerwise import Stream, answered_sequences, open_streams
-from onptq.methods.linears import by_query_head, dense_weight, divided, quantized_input, quantized_linears, replaced
+from onptq.methods.linears import (
+    by_query_head,
+    dense_weight,
+    divided,
+    quantized_input,
+    quantized_linears,
+    replaced,
+    tensor_scale,
+)
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIR_INTO, Free, Theta, log_scales_in, log_scales_out, pair_key
-from onptq.quantizer.weights import fake_quantize_weight, smoothed
+from onptq.quantizer.weights import fake_quantize_weight, smoothed, to_groups
 
 EXPONENTS = tuple(n / 20 for n in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
 CLIPS = tuple(1 - n / 20 for n in range(10))  # 1 down to 0.55 of the range
@@ -97,11 +105,15 @@ def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor
     log_in = log_scales_in(theta, block, name)
     weight = smoothed(dense_weight(block, name), log_in, log_scales_out(theta, block, name))
     rounded, dense = quantized_input(policy.scheme, log_in, x), divided(x.float(), log_in)
-    rows = zip(weight.split(ROWS), theta.linears[block.path(name)].ratio.split(ROWS), strict=True)
-    return torch.cat([_clip_rows(policy, part, full, rounded, dense) for part, full in rows])
+    ratios = theta.linears[block.path(name)].ratio.split(ROWS // policy.scheme.block_rows)
+    rows = zip(weight.split(ROWS), ratios, strict=True)
+    common = tensor_scale(block, name)
+    return torch.cat([_clip_rows(policy, part, full, rounded, dense, common) for part, full in rows])
 
 
-def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor) -> Tensor:
+def _clip_rows(
+    policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor, common: Tensor | None
+) -> Tensor:
     """The best log clip of each row and group, on dense and on rounded inputs [tokens, I]; `full` is the one of no clip."""
 
     def partial(x: Tensor, weight: Tensor) -> Tensor:  # [O, G, tokens]
@@ -114,8 +126,10 @@ def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, de
     best, least = full, torch.full_like(full, torch.inf)
     for clip in CLIPS:
         ratio = torch.full_like(full, clip).log()
-        clipped = fake_quantize_weight(weight, None, None, ratio, None, policy.scheme, policy.storage, policy.dtype)
+        grid = policy.scheme, policy.storage, policy.dtype, common
+        clipped = fake_quantize_weight(weight, None, None, ratio, None, *grid)
         error = (partial(rounded, clipped) - target).square().sum(-1)
+        error = to_groups(error, full, policy.scheme.block_rows).sum(-1)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
     return best

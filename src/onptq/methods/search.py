@@ -1,4 +1,5 @@
-"""Search: smoothing strength per pair and scale ratio per row, both chosen by output error.
+"""Search: smoothing strength per pair and scale ratio per row, both chosen by output error. Where scales are numbers of few
+bits, every group takes the valid scale of least weighted error first, and a row keeps them where its output is better.
 
 Every grid contains plain rounding (no smoothing, full range), so no choice has a larger error on the calibration set than RTN. A
 fixed strength, or a ratio chosen by weight error alone, can have one, and has on some models.
@@ -21,9 +22,11 @@ from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import PAIRS, Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import PAIR_INTO, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.weights import smoothed, to_groups
 
 STRENGTHS = tuple(n / 10 for n in range(1, 10))  # alpha of s = amax(x)^alpha / amax(W)^(1 - alpha)
 RATIOS = tuple(1 - n / 20 for n in range(1, 11))  # 0.95 down to 0.5
+VALID = {"E4M3": tuple(n / 16 for n in range(24, 7, -1)), "E8M0": (2.0, 1.0, 0.5)}  # reach every number in that range
 SAMPLE_TOKENS = 1024
 LEAST_TOKENS = 8  # of a sampled sequence: fewer would be its first tokens, whose activations are unlike all others
 
@@ -124,11 +127,32 @@ def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, inputs: d
         out = out * log_out.neg().exp()
     full = theta.linears[path].ratio
     best, least = full, torch.full((len(full),), torch.inf, device=full.device)
-    for ratio in (1.0, *RATIOS):
+    if policy.scheme.scales == "dtype":
+        candidates = [torch.full_like(full, ratio).log() for ratio in (1.0, *RATIOS)]
+    else:
+        candidates = [full, _best_groups(policy, theta, block, name, x_q)]
+    for log_ratio in candidates:
+        theta.linears[path] = Free(log_ratio)
+        weight = rounded_weight(policy, theta, block, name, log_in, log_out)
+        error = (x_q @ weight.T - out).float().square().sum(0)[:, None]
+        error = to_groups(error, full[:, :1], policy.scheme.block_rows).sum((1, 2))
+        better = error < least
+        best, least = torch.where(better[:, None], log_ratio, best), torch.where(better, error, least)
+    return best
+
+
+def _best_groups(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor) -> Tensor:
+    """The log ratio of every group whose weights have the least squared error, each weighted by its mean squared input."""
+    path, log_in, log_out = block.path(name), log_scales_in(theta, block, name), log_scales_out(theta, block, name)
+    exact, importance = smoothed(dense_weight(block, name), log_in, log_out), x.float().square().mean(0)
+    full = theta.linears[path].ratio
+    best, least = full, torch.full_like(full, torch.inf)
+    for ratio in VALID[policy.scheme.scales]:
         log_ratio = torch.full_like(full, ratio).log()
         theta.linears[path] = Free(log_ratio)
         weight = rounded_weight(policy, theta, block, name, log_in, log_out)
-        error = (x_q @ weight.T - out).float().square().sum(0)
+        error = to_groups((weight - exact).square() * importance, full).sum(-1)
         better = error < least
-        best, least = torch.where(better[:, None], log_ratio, best), torch.where(better, error, least)
+        best, least = torch.where(better, log_ratio, best), torch.where(better, error, least)
+    theta.linears[path] = Free(full)
     return best

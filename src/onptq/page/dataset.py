@@ -16,13 +16,14 @@ from onptq.files import atomically
 from onptq.page.contract import Candidate, Page, Question, Response, States
 
 Row = dict[str, Any]
+Columns = dict[str, tuple[Any, str]]  # Arrow type and meaning, by name
 
 TEXTS: Mapping[str, str] = {
     "numbers": "no text and no token: nothing of a prompt or an answer can be read",
     "answers": "the tokens and texts of both models' answers too",
     "prompts": "the text of prompts and references too, without images and audio",
 }
-STATES: Mapping[str, tuple[pa.DataType, str]] = {
+STATES: Columns = {
     "candidate": (pa.string(), "name of the quantized model"),
     "prompt": (pa.int32(), "number of the prompt"),
     "t": (pa.int32(), "number of the state in the response, from 0: it predicts token t"),
@@ -40,12 +41,12 @@ STATES: Mapping[str, tuple[pa.DataType, str]] = {
     "critical": (pa.bool_(), "whether the state was selected"),
     "weight": (pa.float32(), "its weight in the objective"),
 }
-TOKENS: Mapping[str, tuple[pa.DataType, str]] = {
+TOKENS: Columns = {
     "reference": (pa.string(), "the dense model's token"),
     "competitor": (pa.string(), "the token that competes with it"),
     "quantized": (pa.string(), "the quantized model's token"),
 }
-RESPONSES: Mapping[str, tuple[pa.DataType, str]] = {
+RESPONSES: Columns = {
     "candidate": (pa.string(), "name of the quantized model"),
     "prompt": (pa.int32(), "number of the prompt"),
     "task": (pa.string(), "its task"),
@@ -53,11 +54,11 @@ RESPONSES: Mapping[str, tuple[pa.DataType, str]] = {
     "change": (pa.string(), "same, reworded, clear or content"),
     "fork": (pa.int32(), "first token, from 0, in which the answers differ; null where none does"),
 }
-ANSWERS: Mapping[str, tuple[pa.DataType, str]] = {
+ANSWERS: Columns = {
     "dense": (pa.string(), "the dense model's answer"),
     "answer": (pa.string(), "the quantized model's answer"),
 }
-QUESTIONS: Mapping[str, tuple[pa.DataType, str]] = {
+QUESTIONS: Columns = {
     "question": (pa.string(), "the text of the prompt"),
     "reference": (pa.string(), "the reference answer; null where there is none"),
 }
@@ -125,7 +126,7 @@ def _responses(page: Page) -> Iterator[Row]:
         }
 
 
-def _card(page: Page, texts: str, tables: Mapping[str, tuple[Mapping[str, tuple[Any, str]], list[Row]]]) -> str:
+def _card(page: Page, texts: str, tables: Mapping[str, tuple[Columns, list[Row]]]) -> str:
     front = {
         "tags": ["onptq", "quantization"],
         "configs": [{"config_name": name, "data_files": f"{name}.parquet"} for name in tables],

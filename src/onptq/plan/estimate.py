@@ -32,7 +32,7 @@ class Memory:
     scheme: Scheme
     compute: int  # bytes of a number in the compute dtype
     budgets: Budgets
-    on_gpu: bool = False  # where kernels round weights and leave no intermediate results
+    on_gpu: bool = False
     converted: int = 0  # bytes of files that are read into another dtype on the host
 
     def phases(self) -> Mapping[str, Terms]:
@@ -52,6 +52,11 @@ class Memory:
     @property
     def weights(self) -> int:
         return self.shapes.loaded * self.compute
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a kernel rounds weights and leaves no intermediate results."""
+        return self.on_gpu and self.scheme.weight_floats is None
 
     @property
     def packed(self) -> int:
@@ -80,7 +85,9 @@ class Memory:
     def files(self) -> int:
         """Thetas that the run writes beside the checkpoint: the init and one of every round."""
         recipe, scheme = self.work.recipe, self.scheme
-        in_halves = recipe.settles and scheme.symmetric and scheme.weight_bits <= 4  # two codes share a byte
+        in_halves = (
+            recipe.settles and scheme.symmetric and scheme.weight_bits <= 4 and not scheme.weight_floats
+        )  # 2 a byte
         scales = (1 + recipe.settles) * WIDE * self.shapes.scales
         return (1 + recipe.rounds) * (scales + _total(self.theta()) // (1 + in_halves))
 
@@ -117,14 +124,14 @@ class Memory:
 
     def rounded(self) -> int:
         """One weight on its way to codes."""
-        return self.shapes.largest * (self.compute if self.on_gpu else TEMPORARIES * WIDE)
+        return self.shapes.largest * (self.compute if self.by_kernel else TEMPORARIES * WIDE)
 
     def graph(self, tokens: int, keys: int, blocks: int, settled: bool) -> Terms:
         """The graph of a backward pass of `blocks`: rounded weights, without a kernel also what they were made of, and
         the inputs of every operation, those of linears rounded too."""
         shapes, linear = self.shapes, 2 if self.scheme.quantizes_activations else 1
         weight = self.compute * (2 if settled and self.scheme.group_size else 1)
-        weight += 0 if settled or self.on_gpu else 2 * WIDE
+        weight += 0 if settled or self.by_kernel else 2 * WIDE
         widths = (5 * linear + 8) * shapes.hidden + (linear + 6) * shapes.query + (linear + 4) * shapes.ffn
         token = self.compute * widths + 4 * WIDE * shapes.hidden + keys * (1 + self.compute)
         return {

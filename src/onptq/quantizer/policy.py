@@ -57,9 +57,12 @@ class Policy(LanguageModel):
         """Q becomes what will be deployed: integer codes, scales and folded gains.
 
         `keep` is the form of its weights between forwards: codes alone, floats as well (faster), or codes that are
-        multiplied as integers, which takes a scheme that quantizes weights and activations."""
-        if keep == "integers" and not (self.scheme.quantizes_weights and self.scheme.quantizes_activations):
-            raise OnPTQError(f"{self.scheme} leaves floats in its GEMMs; expected weights and activations of integers")
+        multiplied as integers, which takes a scheme of integers with one scale per row."""
+        if keep == "integers" and not self.scheme.multiplies_integers:
+            raise OnPTQError(
+                f"{self.scheme} is no single product of integers; expected integer weights, one scale per row, and "
+                "integer activations"
+            )
         for module in self.wrapped:
             module.freeze(theta, keep)
 
@@ -87,7 +90,8 @@ class Policy(LanguageModel):
         if not self.scheme.quantizes_weights:
             return theta.clone()
         smoothing = {key: u.detach().clone() for key, u in theta.smoothing.items()}
-        return Theta(smoothing, {module.path: module.settle(theta) for module in self._linears()})
+        linears = {module.path: module.settle(theta) for module in self._linears()}
+        return Theta(smoothing, dict(linears), {key: scale.clone() for key, scale in theta.inputs.items()})
 
     def settle_block(self, theta: Theta, block: Block) -> None:
         """Settle the codes of one block, in place."""
