@@ -113,7 +113,7 @@ def quantize(
 def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verify: bool) -> dict[str, Any]:
     """The summary of the run, worked on from the first step that is not finished to the end. Of several processes, only the
     first has that of the checkpoint, too."""
-    if start is not None and not run.has(INIT):
+    if start is not None and run.ranks.is_first and not run.has(INIT):
         with run.writing(INIT) as path:
             shutil.copyfile(start, path)
     processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
