@@ -130,7 +130,7 @@ class Tokens:
 
 def layer_masks(structure: Structure, tokens: Tokens, cache: Cache | None = None) -> dict[str, Tensor | None]:
     """The mask [B, 1, S, K] of every layer type; None where each slot sees itself and all before it."""
-    masks = dict.fromkeys(structure.types, tokens.mask)
+    masks: dict[str, Tensor | None] = dict.fromkeys(structure.types, tokens.mask)
     if not structure.narrowed and tokens.runs is None:
         return masks
     queries, causal = tokens.positions[0], tokens.mask
