@@ -83,6 +83,7 @@ def extended(inputs: ModelInputs, response: Sequence[int]) -> dict[str, Tensor]:
         "input_ids": torch.tensor([response], dtype=torch.long).view(1, count),
         "attention_mask": torch.ones(1, count, dtype=torch.long),
         "mm_token_type_ids": torch.zeros(1, count, dtype=torch.long),
+        "token_type_ids": torch.zeros(1, count, dtype=torch.long),
     }
     return tensors | {name: torch.cat((tensors[name], tail[name]), dim=1) for name in tail.keys() & tensors.keys()}
 

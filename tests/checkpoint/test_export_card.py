@@ -21,6 +21,7 @@ from onptq.data.calibration import Prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Media, Prompt
 from onptq.evaluate.model_card import RESULT, read_results
+from onptq.page.card_picture import card_picture, results_plot
 from onptq.recipe import Recipe
 from onptq.run import run_home
 from onptq.schemes import Scheme
@@ -361,6 +362,10 @@ def test_the_card_of_a_run_has_the_baselines_beside_the_result(run: Path, small:
     assert "3 prompts (3 with image and text). 2 more were held out." in text
     assert str(run.parent) not in text
     assert str(small.parent) not in text
+    picture = (run / "results.svg").read_text(encoding="utf-8")
+    assert picture.startswith("<svg")
+    assert all(name in picture for name in ("RTN", "init (search+signround)", RESULT))
+    assert "](results.svg)" in text.split("## Results")[1]
 
 
 def test_the_card_of_a_run_says_which_iterate_it_exported(run: Path) -> None:
@@ -377,6 +382,20 @@ def test_the_card_of_a_run_says_which_iterate_it_exported(run: Path) -> None:
 def test_a_run_without_held_out_prompts_has_no_results(tmp_path: Path) -> None:
     assert read_results(tmp_path, Recipe()) is None
     assert "Nothing was measured" in card(Path("model"))
+
+
+def test_the_picture_of_a_card_has_the_interval_of_every_model() -> None:
+    rows = {"RTN": {"KL": Estimate(0.5, 0.25, 0.75)}, RESULT: {"KL": Estimate(0.002, None, None)}}
+    plot = results_plot(Results(rows, 0.95, 100, "5 held-out prompts"))
+    assert plot is not None
+    assert plot.spec["data"]["values"] == [
+        {"model": "RTN", "kl": 0.5, "low": 0.25, "high": 0.75},
+        {"model": RESULT, "kl": 0.002, "low": 0.002, "high": 0.002},
+    ]
+    alone = Results({RESULT: {"KL": Estimate(0.002)}}, 0.95, 100, "5 held-out prompts")
+    assert results_plot(alone) is None
+    assert card_picture(None) is None
+    assert "results.svg" not in card(Path("model"), results=alone)
 
 
 def test_figures_have_their_intervals() -> None:

@@ -25,9 +25,9 @@ from onptq.methods.search import sample_inputs, search, search_on
 from onptq.methods.smoothquant import migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.processing import PromptProcessor
-from onptq.models.structure import Block, find_structure
+from onptq.models.structure import PAIRS, Block, find_structure
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import Free, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.zoo.random import write_random
 
 PROMPTS = 4

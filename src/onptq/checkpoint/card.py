@@ -26,6 +26,7 @@ from onptq.models.family import Family
 from onptq.schemes import Floats, Grid, Scheme
 from onptq.version import __version__
 
+PICTURE = "results.svg"  # beside the card
 FOLDER = "path/to/this/folder"
 TAKEN_OVER = ("license", "license_name", "license_link", "language", "pipeline_tag")  # from the source's own card
 SCALES = {"dtype": "", "E4M3": " in E4M3, under one for the tensor,", "E8M0": ", a power of two,"}
@@ -75,15 +76,17 @@ def write_card(
     provenance: Provenance | None = None,
     results: Results | None = None,
     name: str | None = None,
+    *,
+    pictured: bool = False,
 ) -> str:
-    """The card's text. `config` is the source's; `name` is what its user calls it."""
+    """The card's text. `config` is the source's; `name` is what its user calls it; it shows its picture if `pictured`."""
     base, family = find_base(source, name), _family(config)
     front = yaml.safe_dump(_front_matter(base, source, config, family, scheme), sort_keys=False, allow_unicode=True)
     sections = [
         f"# {escaped(base.name.rpartition('/')[2])} in {scheme}\n\n{_describe(base, scheme)}",
         f"## Use it\n\n{_transformers(family, scheme)}\n\n{_vllm(scheme, config)}",
         f"## How it was made\n\n{_making(provenance)}",
-        f"## Results\n\n{_results(results)}",
+        f"## Results\n\n{_results(results, pictured)}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
 
@@ -248,7 +251,7 @@ def _calibration(calibration: Calibration | None) -> str:
     )
 
 
-def _results(results: Results | None) -> str:
+def _results(results: Results | None, pictured: bool) -> str:
     unmeasured = "Not measured: accuracy on any task, speed, memory in use, safety."
     limit = "Single answers can change even where averages do not: compare on your own data."
     if results is None:
@@ -262,7 +265,8 @@ def _results(results: Results | None) -> str:
         f"{results.held_out} ({results.states:,} states). In brackets: {results.confidence:.0%} bootstrap intervals over "
         "prompts."
     )
-    return "\n".join(lines) + f"\n\n{explained}\n\n{unmeasured} {limit}"
+    shown = f"\n\n![KL to the source, with intervals]({PICTURE})" if pictured else ""
+    return "\n".join(lines) + f"{shown}\n\n{explained}\n\n{unmeasured} {limit}"
 
 
 def _figure(estimate: Estimate | None) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onptq.checkpoint.card import write_card
+from onptq.checkpoint.card import PICTURE, write_card
 from onptq.checkpoint.companions import STAGED_CONFIG, companion_bytes, copy_companions, reported, staged, write_text
 from onptq.checkpoint.folder import BITS, DTYPES, Checkpoint, StoredTensor, open_source
 from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches, storage_dtype
@@ -54,8 +54,10 @@ def write_checkpoint(
     *,
     ignore: Sequence[str],
     other_models: Sequence[str] = (),
+    linears: tuple[str, ...] = (),
     provenance: Provenance | None = None,
     results: Results | None = None,
+    picture: str | None = None,
     name: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -63,14 +65,14 @@ def write_checkpoint(
 
     Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"). Each item is packed, written and freed
     before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading. Either
-    the whole checkpoint appears in `out` or none of it. `provenance`, `results` and the source's `name` are for the
-    model card.
+    the whole checkpoint appears in `out` or none of it. `provenance`, `results`, their `picture` as an SVG and the
+    source's `name` are for the model card.
     """
     check_apart(source, out)
-    checkpoint, decoder = check_exportable(source, (*ignore, *other_models))
+    checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
     patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
     config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns))
-    card = write_card(source, checkpoint.config, scheme, provenance, results, name)
+    card = write_card(source, checkpoint.config, scheme, provenance, results, name, pictured=picture is not None)
     room = header_room(_output_names(checkpoint, decoder))
     needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
     with staged(out, needed) as stage, ShardWriter(stage, room, max_shard_bytes) as shards:
@@ -92,6 +94,8 @@ def write_checkpoint(
             shards.close()
             copy_companions(source, stage)
             write_text(stage / "README.md", card)
+            if picture is not None:
+                write_text(stage / PICTURE, picture)
             write_text(stage / STAGED_CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -274,13 +278,16 @@ def _check(holds: bool, what: str, shape: tuple[int, ...], got: Tensor) -> None:
         raise OnPTQError(f"{what}: expected shape {list(shape)}, got {got.dtype} {list(got.shape)}{extremes}")
 
 
-def check_exportable(source: Path, excluded: Sequence[str]) -> tuple[Checkpoint, Decoder]:
+def check_exportable(
+    source: Path, excluded: Sequence[str], linears: tuple[str, ...] = ()
+) -> tuple[Checkpoint, Decoder]:
     """Open `source` and refuse what could not be exported. Reads headers only, so a run can begin with it.
 
-    `excluded` are the patterns and prefixes of towers, head and other models.
+    `excluded` are the patterns and prefixes of towers, head and other models; `linears` are a class's own, as `find_decoder`
+    takes them.
     """
     checkpoint = open_source(source)
-    decoder = find_decoder(checkpoint.tensors, excluded)
+    decoder = find_decoder(checkpoint.tensors, excluded, linears)
     storage_dtype(checkpoint, decoder)
     _check_seven(checkpoint, decoder)
     _check_shapes(checkpoint, decoder)

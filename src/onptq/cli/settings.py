@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onptq.checkpoint.catalogs import is_cataloged
 from onptq.errors import OnPTQError
+from onptq.ranks import is_first
 from onptq.schemes import NAMED
 
 if TYPE_CHECKING:
@@ -44,10 +45,12 @@ def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, 
 
 
 def make_reporter(quiet: bool, json: bool) -> Reporter:
-    from onptq.progress import JsonReporter, QuietReporter, RichReporter
+    from onptq.progress import JsonReporter, QuietReporter, RichReporter, SilentReporter
 
     if quiet and json:
         raise OnPTQError("expected one of --quiet and --json, got both")
+    if not is_first():
+        return SilentReporter()
     return QuietReporter() if quiet else JsonReporter() if json else RichReporter()
 
 

@@ -18,6 +18,7 @@ from onptq.methods.layerwise import Stream, answered_sequences, open_streams
 from onptq.methods.linears import (
     by_query_head,
     dense_weight,
+    divided,
     quantized_input,
     quantized_linears,
     replaced,
@@ -27,12 +28,12 @@ from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIR_INTO, PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import PAIR_INTO, Free, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import fake_quantize_weight, smoothed, to_groups
 
 EXPONENTS = tuple(n / 20 for n in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
 CLIPS = tuple(1 - n / 20 for n in range(10))  # 1 down to 0.55 of the range
-CLIPPED = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CLIPPED = ("v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 CLIP_TOKENS = 512
 FLOOR = 1e-4
 ROWS = 256  # rows clipped at a time: their partial outputs are [rows, groups, tokens]
@@ -64,10 +65,11 @@ def awq(
 def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream]) -> None:
     """Search one block's smoothing and clips, in place."""
     inputs = [stream.inputs(block) for stream in streams]
-    for pair in PAIRS:
+    for pair in block.producers:
         xs = [x[pair] for x in inputs]
         theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, streams, xs)
-    for name in CLIPPED if policy.scheme.quantizes_weights else ():
+    clipped = [name for name in block.linears if name in CLIPPED]
+    for name in clipped if policy.scheme.quantizes_weights else ():
         tokens = torch.cat([x[PAIR_INTO[name]][stream.real] for x, stream in zip(inputs, streams, strict=True)])
         theta.linears[block.path(name)] = Free(_best_clips(policy, theta, block, name, tokens))
 
@@ -102,7 +104,7 @@ def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor
     x = x[:: max(1, len(x) // CLIP_TOKENS)]  # [tokens, I]
     log_in = log_scales_in(theta, block, name)
     weight = smoothed(dense_weight(block, name), log_in, log_scales_out(theta, block, name))
-    rounded, dense = quantized_input(policy.scheme, log_in, x), x.float() / log_in.exp()
+    rounded, dense = quantized_input(policy.scheme, log_in, x), divided(x.float(), log_in)
     ratios = theta.linears[block.path(name)].ratio.split(ROWS // policy.scheme.block_rows)
     rows = zip(weight.split(ROWS), ratios, strict=True)
     common = tensor_scale(block, name)

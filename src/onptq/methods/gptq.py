@@ -21,7 +21,7 @@ from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.numerics import in_offsets, quantize_inputs, round_to_codes
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Learned, Theta, log_scales_in, log_scales_out
+from onptq.quantizer.theta import Learned, Theta, log_scales_in, log_scales_out
 from onptq.quantizer.weights import per_weight, smoothed, to_groups, weight_grid
 from onptq.schemes import Grid
 
@@ -83,7 +83,7 @@ def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream], 
     """Choose the codes of one block's linears, in place, each behind its quantized predecessors."""
     for pair in IN_ORDER:
         hessian = _hessian(policy, streams, block, pair)
-        for name in PAIRS[pair][1]:
+        for name in block.consumers(pair):
             offset = _offsets(policy, theta, block, name, hessian, act_order)
             theta.linears[block.path(name)] = Learned(theta.linears[block.path(name)].ratio, offset)
 

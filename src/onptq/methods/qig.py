@@ -75,6 +75,8 @@ def _fit(
     """Search one block's smoothing, in place."""
     dense_inputs = [stream.inputs(block) for stream in dense]
     for place, pair in enumerate(IN_ORDER):
+        if pair not in block.producers:
+            continue
         with replaced(block, quantized_linears(policy, theta, block, IN_ORDER[:place])):
             quantized_inputs = [stream.inputs(block) for stream in quantized]
         cases = [

@@ -19,9 +19,9 @@ from onptq.methods.linears import by_query_head, dense_weight, quantized_input, 
 from onptq.methods.resume import BlockStore, keep, restore, restore_all
 from onptq.methods.smoothquant import FLOOR, migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.structure import Block
+from onptq.models.structure import PAIRS, Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIR_INTO, PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import PAIR_INTO, Free, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import smoothed, to_groups
 
 STRENGTHS = tuple(n / 10 for n in range(1, 10))  # alpha of s = amax(x)^alpha / amax(W)^(1 - alpha)
@@ -67,10 +67,10 @@ def search_on(
 
 def _fit(policy: Policy, theta: Theta, block: Block, inputs: dict[str, Tensor]) -> None:
     """Search one block's smoothing and ratios, in place."""
-    for pair in PAIRS:
+    for pair in block.producers:
         theta.smoothing[pair_key(block, pair)] = _best_smoothing(policy, theta, block, pair, inputs)
-    for _, consumers in PAIRS.values():
-        for name in consumers:
+    for pair in PAIRS:
+        for name in block.consumers(pair):
             theta.linears[block.path(name)] = Free(_best_ratio(policy, theta, block, name, inputs))
 
 
@@ -99,7 +99,7 @@ def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[in
 
 def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, inputs: dict[str, Tensor]) -> Tensor:
     """log s, of no smoothing and every strength, with the least relative output error summed over the consumers."""
-    key, consumers, x = pair_key(block, pair), PAIRS[pair][1], inputs[pair]
+    key, consumers, x = pair_key(block, pair), block.consumers(pair), inputs[pair]
     outputs = {name: x @ dense_weight(block, name).T for name in consumers}
     x_max = by_query_head(x.abs().amax(0).float(), block, pair).amax(0)
     w_max = weight_maxima(block, pair)

@@ -20,7 +20,7 @@ from onptq.methods.layerwise import Stream, answered_sequences
 from onptq.methods.linears import dense_weight
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.structure import LINEARS, Block
+from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import OFFSET_RANGE, Learned, Theta, ratio_range
 
@@ -109,14 +109,14 @@ class _Learner:
     ) -> None:
         self.theta, self.streams, self.targets, self.block = theta, streams, targets, block
         self.ratio_range = bounds
-        self.paths = [block.path(name) for name in LINEARS]
+        self.paths = [block.path(name) for name in block.linears]
         self.tokens = sum(int(stream.real.sum()) for stream in streams)
         self.least, self.best = math.inf, Theta()
 
     def learn(self, steps: int) -> None:
         self._consider()
         linears = []
-        for name, path in zip(LINEARS, self.paths, strict=True):
+        for name, path in zip(self.block.linears, self.paths, strict=True):
             weight, ratio = dense_weight(self.block, name), self.theta.linears[path].ratio
             linears.append(Learned(ratio.clone(), torch.zeros(weight.shape, device=weight.device)))
         self.theta.linears.update(zip(self.paths, linears, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from onptq import methods
 from onptq.cycle.compare import LOGIT_BYTES
@@ -109,8 +110,9 @@ class Memory:
 
     def prefixes(self, sides: int) -> Terms:
         """Cached keys and values of `sides` policies: calibration and held-out prompts, each within the budget."""
-        token = 2 * self.shapes.layers * self.shapes.kv * self.compute
-        each = (sides * count * self.work.length * token for count in (self.work.followed, self.work.holdout))
+        work, token = self.work, 2 * self.shapes.layers * self.shapes.kv * self.compute
+        own = (ceil(count * work.share(work.batches(count))) for count in (work.followed, work.holdout))
+        each = (sides * count * work.length * token for count in own)
         budget = self.budgets.prefixes
         return {"prefix caches": sum(size if budget is None else min(budget, size) for size in each)}
 
@@ -187,7 +189,8 @@ class Memory:
 
     def calibrate(self) -> Terms:
         work, shapes, calibrate = self.work, self.shapes, self.work.recipe.calibrate
-        hidden = (work.followed + work.holdout) * work.length * shapes.hidden * self.compute
+        targeted = ceil(work.target_share * work.followed) + ceil(work.dealt(work.holdout) * work.holdout)
+        hidden = targeted * work.length * shapes.hidden * self.compute
         budget, targets = self.budgets.targets, shapes.layers * hidden
         tokens = work.micro_batch * work.longest
         blocks = 1 if calibrate.checkpointing else shapes.layers

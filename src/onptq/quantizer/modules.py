@@ -14,10 +14,10 @@ from onptq.errors import OnPTQError
 from onptq.models.structure import Block
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.integers import LowBitLinear
-from onptq.quantizer.norms import find_eps, rms_norm
+from onptq.quantizer.norms import divided_gain, find_eps, gain_offset, rms_norm
 from onptq.quantizer.numerics import cast_through, fitting_scale, in_offsets, product_dtype, quantize_inputs
 from onptq.quantizer.settled import settled_codes, settled_linear
-from onptq.quantizer.theta import PAIR_INTO, PAIRS, Learned, Settled, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import PAIR_INTO, Learned, Settled, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import dequantize, fake_quantize_weight, of_groups, smoothed, to_groups, weight_codes
 from onptq.schemes import Scheme
 
@@ -214,7 +214,7 @@ class QuantLinear(nn.Module):
 @torch.no_grad()
 def _tied_scale(block: Block, name: str) -> Tensor:
     """The tensor scale that fits all linears with the same input: servers multiply them as one."""
-    weights: list[Tensor] = [block.child(one).weight for one in PAIRS[PAIR_INTO[name]][1]]  # type: ignore[misc]
+    weights: list[Tensor] = [block.child(one).weight for one in block.consumers(PAIR_INTO[name])]  # type: ignore[misc]
     return fitting_scale(torch.stack([weight.abs().amax() for weight in weights]).amax())
 
 
@@ -224,9 +224,11 @@ class QuantNorm(nn.Module):
     def __init__(self, norm: nn.Module, block: Block, name: str, storage: torch.dtype, switch: Switch) -> None:
         super().__init__()
         self.norm = norm
-        _check_gain(norm, block.path(name))
         self.block, self.name, self.storage, self.switch = block, name, storage, switch
-        self.eps = find_eps(norm)
+        self.eps, offset = find_eps(norm), gain_offset(norm)
+        if offset is None:
+            raise OnPTQError(f"{self.path} ({type(norm).__name__}) multiplies with neither its weight nor 1 + weight")
+        self.offset = offset
         self.state: Live | FoldedNorm | None = None
 
     @property
@@ -282,16 +284,4 @@ class QuantNorm(nn.Module):
     def _gain(self, theta: Theta) -> Tensor:
         log_out = log_scales_out(theta, self.block, self.name)
         assert log_out is not None
-        return cast_through(self.weight.float() / log_out.exp(), self.storage)
-
-
-@torch.no_grad()
-def _check_gain(norm: nn.Module, path: str) -> None:
-    """Folding divides the gain, so the norm must be linear in it; a norm that multiplies with 1 + weight is not."""
-    weight: Tensor = norm.weight  # type: ignore[assignment]
-    probe = torch.linspace(-1, 1, len(weight), dtype=weight.dtype, device=weight.device)
-    doubled = functional_call(norm, {"weight": 2 * weight}, (probe,))
-    if not torch.allclose(doubled, 2 * norm(probe), rtol=1e-2):
-        raise OnPTQError(
-            f"{path} ({type(norm).__name__}) does not multiply with its weight alone, so s cannot be folded into it"
-        )
+        return cast_through(divided_gain(self.weight, log_out, self.offset), self.storage)

@@ -10,9 +10,10 @@ from torch import nn
 
 from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel, Side
-from onptq.models.structure import LINEARS, NORMS, Block, find_structure
+from onptq.models.structure import Block, find_structure
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.modules import Keep, Live, QuantLinear, QuantNorm, Switch
+from onptq.quantizer.proof import prove
 from onptq.quantizer.theta import Theta
 from onptq.schemes import Scheme
 
@@ -23,7 +24,8 @@ class Policy(LanguageModel):
     def __init__(
         self, model: nn.Module, scheme: Scheme, *, storage: torch.dtype | None = None, eos: Sequence[int] = ()
     ) -> None:
-        super().__init__(model, eos, structure=find_structure(model))
+        structure, self.unfolded = prove(find_structure(model))  # unfolded: a sentence on every pair that does not fold
+        super().__init__(model, eos, structure=structure)
         self.scheme, self.switch = scheme, Switch()
         self.storage = storage or self.dtype
         self.wrapped = tuple(self._wrap())
@@ -119,11 +121,11 @@ class Policy(LanguageModel):
 
     def _wrap(self) -> Iterator[QuantLinear | QuantNorm]:
         for block in self.structure.blocks:
-            for name in NORMS:
+            for name in block.norms:
                 norm = QuantNorm(block.child(name), block, name, self.storage, self.switch)
                 block.replace(name, norm)
                 yield norm
-            for name in LINEARS:
+            for name in block.linears:
                 linear = block.child(name)
                 assert isinstance(linear, nn.Linear)
                 wrapped = QuantLinear(linear, block, name, self.scheme, self.storage, self.switch)

@@ -12,8 +12,9 @@ from types import MappingProxyType
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
-from onptq.models.structure import LINEARS, Block
+from onptq.models.structure import GATE_UP, PAIRS, QKV, Block
 from onptq.schemes import Scheme
 
 SMOOTHING_REACH = 1.5  # largest distance of a log-smoothing entry from its value at the start of an update
@@ -22,15 +23,8 @@ VALID_RANGE = (math.log(0.4), math.log(2.0))  # the same where scales are number
 SETTLED_RANGE = (-0.5, 0.5)  # of the log scale ratio where codes are settled
 OFFSET_RANGE = (-0.5, 0.5)  # of learned offsets; those of an init may lie beyond it, as GPTQ's do
 
-# (producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
-PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "norm_qkv": ("input_layernorm", ("q_proj", "k_proj", "v_proj")),
-    "norm_gate_up": ("post_attention_layernorm", ("gate_proj", "up_proj")),
-    "v_o": ("v_proj", ("o_proj",)),
-    "up_down": ("up_proj", ("down_proj",)),
-}
 PAIR_INTO = {consumer: pair for pair, (_, consumers) in PAIRS.items() for consumer in consumers}
-PAIR_OUT_OF = {producer: pair for pair, (producer, _) in PAIRS.items()}
+PAIR_INTO |= {QKV: "norm_qkv", GATE_UP: "norm_gate_up"}
 
 
 @dataclass
@@ -75,9 +69,9 @@ class Theta:
         """No smoothing and full range: plain round-to-nearest."""
         theta = cls()
         for block in blocks:
-            for pair in PAIRS:
+            for pair in block.producers:
                 theta.smoothing[pair_key(block, pair)] = torch.zeros(pair_width(block, pair), device=device)
-            for name in LINEARS:
+            for name in block.linears:
                 rows, columns = block.child(name).weight.shape  # type: ignore[union-attr, misc]
                 shape = scheme.scale_shape(rows, columns)
                 theta.linears[block.path(name)] = Free(torch.zeros(shape, device=device))
@@ -241,20 +235,30 @@ def pair_key(block: Block, pair: str) -> str:
 
 
 def pair_width(block: Block, pair: str) -> int:
-    producer = PAIRS[pair][0]
+    producer = block.producers[pair]
     weight = block.child(producer).weight
-    return int(weight.shape[0])  # type: ignore[union-attr, index]
+    return int(weight.shape[0]) - block.emitted(producer)  # type: ignore[union-attr, index]
 
 
-def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor:
-    """log s of a linear's input columns, [I]. Under GQA one s per KV channel serves every query head of its group."""
-    u = theta.smoothing[pair_key(block, PAIR_INTO[name])]
+def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor | None:
+    """log s of a linear's input columns, [I]; None where nothing is folded into what it reads.
+
+    Under GQA one s per KV channel serves every query head of its group."""
+    pair = PAIR_INTO[name]
+    if pair not in block.producers:
+        return None
+    u = theta.smoothing[pair_key(block, pair)]
     if name == "o_proj":
         u = u.view(block.kv_heads, 1, block.head_dim).expand(-1, block.groups, -1).reshape(-1)
     return u
 
 
 def log_scales_out(theta: Theta, block: Block, name: str) -> Tensor | None:
-    """log s that divides what a norm, v_proj or up_proj emits; None where nothing is divided."""
-    pair = PAIR_OUT_OF.get(name)
-    return None if pair is None else theta.smoothing[pair_key(block, pair)]
+    """log s that divides what a norm, v_proj or up_proj emits; None where nothing is divided.
+
+    A fused linear has zeros for the rows in front of them."""
+    pair = block.pair_out_of(name)
+    if pair is None:
+        return None
+    u, first = theta.smoothing[pair_key(block, pair)], block.emitted(name)
+    return functional.pad(u, (first, 0)) if first else u
