@@ -32,7 +32,9 @@ def write_benchmarks(folder: Path, count: int) -> None:
             for number in range(2, 8):
                 place = table.schema.get_field_index(f"image_{number}")
                 table = table.set_column(place, f"image_{number}", pa.nulls(len(table), kind))
-        features = {column: media.get(column) or _feature(table.schema.field(column).type) for column in table.column_names}
+        features = {
+            column: media.get(column) or _feature(table.schema.field(column).type) for column in table.column_names
+        }
         metadata = {"huggingface": json.dumps({"info": {"features": features}})}
         pq.write_table(table.replace_schema_metadata(metadata), folder / f"{name}.parquet")
 
@@ -165,7 +167,7 @@ def _omni_bench(count: int) -> Iterator[Row]:
     answers = sorted({item.reference for item in spoken})
     for number, item in enumerate(spoken):
         wrong = [one for one in answers if one != item.reference][number % 5 :][:3]
-        options = wrong[: number % 4] + [item.reference] + wrong[number % 4 :]
+        options = [*wrong[: number % 4], item.reference, *wrong[number % 4 :]]
         yield {
             "index": number,
             "task type": "Object Identification and Description",
@@ -195,4 +197,45 @@ TASKS: dict[str, tuple[Callable[[int], Iterator[Row]], dict[str, Row]]] = {
     "wenet_speech_test_net": (_wenetspeech("test"), AUDIO),
     "wenet_speech_test_meeting": (_wenetspeech("held-out"), AUDIO),
     "omni_bench": (_omni_bench, {**IMAGE, **AUDIO}),
+}
+
+
+def write_text_task(folder: Path, name: str) -> int:
+    """Write a task file of lm-evaluation-harness with its data; returns how many items it has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / f"{name}.jsonl"
+    rows = []
+    for number, (question, choices) in enumerate(CHOICES.items()):
+        first = number % len(choices)
+        turned = choices[-first:] + choices[:-first] if first else choices
+        rows.append({"question": question, "choices": turned, "answer": turned.index(choices[0])})
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data.absolute())}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}\nAnswer:",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+    return len(rows)
+
+
+CHOICES = {  # the first one is right
+    "What colour is grass?": ["green", "red", "blue", "pink"],
+    "What colour is snow?": ["white", "black", "red", "brown"],
+    "What colour is a ripe banana?": ["yellow", "blue", "black", "purple"],
+    "What colour is coal?": ["black", "white", "yellow", "green"],
+    "What colour is the sky on a clear day?": ["blue", "green", "brown", "black"],
+    "What colour is blood?": ["red", "green", "white", "yellow"],
+    "What colour is a carrot?": ["orange", "blue", "black", "white"],
+    "What colour is chocolate?": ["brown", "blue", "green", "white"],
+    "What is the opposite of hot?": ["cold", "warm", "tall", "loud"],
+    "What is the opposite of up?": ["down", "over", "left", "near"],
+    "How many legs does a dog have?": ["four", "two", "six", "eight"],
+    "Which animal barks?": ["dog", "cat", "cow", "bird"],
 }

@@ -227,7 +227,9 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     environment = server_environment((args.environment or cache_folder() / "clients" / "vllm").absolute())
     installed = environment.make()
-    print_line(f"environment {environment.folder}: " + ("exists" if installed is None else f"made in {installed:.0f} s"))
+    print_line(
+        f"environment {environment.folder}: " + ("exists" if installed is None else f"made in {installed:.0f} s")
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     suite = Suite(environment.python, args.out.absolute(), args.patience, flags)
     results = suite.run(cases, args.servers)

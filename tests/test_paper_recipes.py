@@ -35,7 +35,9 @@ def header(file: Path) -> str:
 
 
 def test_there_is_a_recipe_for_every_model_and_scheme_of_the_paper() -> None:
-    assert {file.stem for file in FILES} == {f"{name}-{one}" for name, (_, schemes, _) in MODELS.items() for one in schemes}
+    assert {file.stem for file in FILES} == {
+        f"{name}-{one}" for name, (_, schemes, _) in MODELS.items() for one in schemes
+    }
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -95,7 +95,9 @@ def test_coco_prompts_are_in_the_papers_order_without_their_captions(coco: Path)
     notes: list[str] = []
     prompts = coco_prompts(str(coco), str(coco), notes.append)
     assert tuple(prompt.id for prompt in prompts) == IDS
-    assert {text for prompt in prompts for _, text in said(prompt)} == {"<image>What do you see happening in this image?"}
+    assert {text for prompt in prompts for _, text in said(prompt)} == {
+        "<image>What do you see happening in this image?"
+    }
     assert prompts[5].images[0].sha256 == hashlib.sha256(picture(5, "JPEG", 16)).hexdigest()
     assert notes == [f"{coco / CAPTIONS} has captions of 129 COCO images; the paper drew from 50,027"]
 
@@ -155,7 +157,7 @@ def test_parquet_rows_with_media_inside_give_the_same_prompts(omnibench: Path, t
 def test_questions_and_media_that_are_missing_are_named(omnibench: Path, tmp_path: Path) -> None:
     rows = [row(index, image_path=f"{index}.png", audio_path="x.wav") for index in range(COUNT) if index != 77]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    with pytest.raises(OnPTQError, match="1 of 128 questions are not in .*: 77$"):
+    with pytest.raises(OnPTQError, match=r"1 of 128 questions are not in .*: 77$"):
         omnibench_prompts(str(tmp_path))
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write(json.dumps(row(77, image_path="../secret", audio_path="x.wav")))
@@ -184,9 +186,7 @@ def test_the_commands_write_manifests_that_read_back_and_say_their_hash(
     assert f"sha256 of prompts and media: {manifest_digest(prompts)}" in printed
     assert "wrote 128 prompts" in printed
     out = tmp_path / "omni.jsonl"
-    rows = [
-        row(index, image={"bytes": picture(index, size=16)}, audio={"bytes": wav(index)}) for index in range(COUNT)
-    ]
+    rows = [row(index, image={"bytes": picture(index, size=16)}, audio={"bytes": wav(index)}) for index in range(COUNT)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     run("omnibench", "--source", tmp_path / "rows.parquet", "--out", out)
     assert manifest_digest(load_manifest(out)) == manifest_digest(omnibench_prompts(str(omnibench)))

@@ -35,7 +35,7 @@ class Task:
     split: str
     max_tokens: int
     prompt: Mapping[str, Any]  # lmms_eval_specific_kwargs, whatever the model is called
-    functions: Mapping[str, Function] = field(default_factory=dict)
+    functions: Mapping[str, str] = field(default_factory=dict)  # further fields; a Function is marked as one
 
     def settings(self, packaged: Path, data: Path | None) -> dict[str, Any]:
         """The task file: lmms-eval's own, with what is pinned. `packaged` is the folder of its tasks."""

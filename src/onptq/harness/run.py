@@ -16,6 +16,7 @@ from onptq.errors import OnPTQError
 from onptq.files import atomically, read_json, to_json
 from onptq.harness.benchmarks import FUNCTIONS, PREFIX, REPETITION_PENALTY, Task, write_tasks
 from onptq.harness.environment import Environment
+from onptq.harness.logs import task_of
 from onptq.progress import Reporter
 
 HERE = Path(__file__).parent
@@ -93,7 +94,9 @@ class Evaluation:
         }
         for task in tasks:
             words = ["lmms_eval", "--model", model, "--include_path", str(files), "--tasks", f"{PREFIX}{task.name}"]
-            self._run(task.name, [*words, "--verbosity", "ERROR"], arguments, variables)
+            # one thread scores, so that what MMMU guesses depends on its seed alone
+            words += ["--process_docs_parallel", "1", "--verbosity", "ERROR"]
+            self._run(task.name, words, arguments, variables)
         return self._end(task.name for task in tasks)
 
     def text_tasks(self, names: Sequence[str], task_files: Path | None) -> dict[str, Any]:
@@ -130,7 +133,9 @@ class Evaluation:
             return
         arguments = {**arguments, **self.settings.model_arguments}
         if bad := [value for value in arguments.values() if "," in value or "=" in value]:
-            raise OnPTQError(f"{bad[0]!r} has a comma or an equals sign, which the tool takes for its own; use another path")
+            raise OnPTQError(
+                f"{bad[0]!r} has a comma or an equals sign, which the tool takes for its own; use another path"
+            )
         raw, log = self.out / "raw", self.out / f"{name}.log"
         shutil.rmtree(raw, ignore_errors=True)
         command = [str(self.environment.python), "-m", *words, "--output_path", str(raw), "--log_samples"]
@@ -141,7 +146,9 @@ class Evaluation:
         inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         began = time.monotonic()
         with self.reporter.phase(name), log.open("wb") as file:
-            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=inherited | dict(variables)).returncode
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, env=inherited | dict(variables)
+            ).returncode
         results = sorted(raw.rglob("*results*.json"))
         if code or not results:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
@@ -151,7 +158,7 @@ class Evaluation:
         }
         samples = []
         for path in sorted(raw.rglob("*samples_*.jsonl")):
-            task = task_of(path).removeprefix(PREFIX)
+            task = task_of(path)
             os.replace(path, self.out / f"{task}.jsonl")
             samples.append(f"{task}.jsonl")
         shutil.rmtree(raw)
@@ -171,15 +178,6 @@ class Evaluation:
     def _write(self, content: Mapping[str, Any]) -> None:
         with atomically(self.out / RESULTS) as path:
             path.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
-
-
-def task_of(samples: Path) -> str:
-    """The task of a log: DATE_samples_TASK.jsonl of lmms-eval, samples_TASK_DATE.jsonl of lm-eval, or TASK.jsonl."""
-    before, marked, after = samples.stem.rpartition("samples_") if "samples_" in samples.stem else ("", "", samples.stem)
-    if not marked or before:
-        return after
-    task, _, date = after.rpartition("_")
-    return task if date[:2].isdigit() and "T" in date else after
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:

@@ -50,7 +50,9 @@ def coco_prompts(captions: str, images: str, note: Callable[[str], None] = lambd
     folder = local_copy(images, [f"*{name}.jpg" for name in known.ids])
     paths = {name: _find(folder, name) for name in known.ids}
     lacking = [name for name, path in paths.items() if path is None]
-    require_all(lacking, len(known.ids), f"images are not in {folder}, as ID.jpg, train2017/ID.jpg or coco/train2017/ID.jpg")
+    require_all(
+        lacking, len(known.ids), f"images are not in {folder}, as ID.jpg, train2017/ID.jpg or coco/train2017/ID.jpg"
+    )
     reader = Reader(file, frozenset({"text", "image"}))
     prompts = []
     for ordinal, name in enumerate(known.ids):

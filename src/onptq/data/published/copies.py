@@ -46,9 +46,7 @@ def _download(place: str, patterns: Sequence[str]) -> Path:
     if name.count("/") != 1:
         raise OnPTQError(f"{place!r} names no hub repository; expected {FORM}")
     try:
-        folder = snapshot_download(
-            name, repo_type="dataset", revision=revision or None, allow_patterns=list(patterns)
-        )
+        folder = snapshot_download(name, repo_type="dataset", revision=revision or None, allow_patterns=list(patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise OnPTQError(f"cannot fetch {place} from the hub: {error}") from error
     return Path(folder)

@@ -21,7 +21,9 @@ EXPECTED = "expected rows with `index`, `question`, `options`, and `image` and `
 FOLDERS = {"image": ("mm_data/image", "image", ""), "audio": ("mm_data/audio", "audio", "")}
 
 
-def omnibench_prompts(source: str, media: Path | None = None, note: Callable[[str], None] = lambda text: None) -> list[Prompt]:
+def omnibench_prompts(
+    source: str, media: Path | None = None, note: Callable[[str], None] = lambda text: None
+) -> list[Prompt]:
     """The 128 prompts by index. `source` is a file, a folder of parquet files, or `hub:OWNER/NAME`.
 
     Rows without the media themselves name files below `media`, by default the folder of the rows.
@@ -46,6 +48,7 @@ def omnibench_prompts(source: str, media: Path | None = None, note: Callable[[st
 
 def unpacked(prompts: list[Prompt], folder: Path) -> list[Prompt]:
     """The prompts with their media as files in the folder, named after their content."""
+
     def unpack(media: Media) -> Media:
         if media.path is not None:
             return media

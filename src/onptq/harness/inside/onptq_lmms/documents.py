@@ -32,7 +32,7 @@ def librispeech(doc: Any, results: list[str]) -> dict[str, Any]:
     import editdistance
     from lmms_eval.tasks.librispeech.utils import librispeech_process_result
 
-    found = librispeech_process_result(doc, results)
+    found: dict[str, Any] = librispeech_process_result(doc, results)
     spoken, heard = (_words(found["wer"][name], found["wer"]["task"][4:]) for name in ("gt", "pred"))
     return found | {"word_errors": {"points": editdistance.eval(spoken, heard), "total": len(spoken)}}
 

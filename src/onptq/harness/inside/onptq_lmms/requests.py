@@ -77,7 +77,9 @@ def _mono(samples: NDArray[Any], rate: int) -> Audio:  # [frames] or [frames, ch
 def _limits(task: str, settings: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
     """The most tokens of an answer, and the texts that end it. Decoding is greedy, whatever the task says of sampling."""
     if settings.get("do_sample") or settings.get("temperature") or settings.get("num_beams", 1) != 1:
-        raise ValueError(f"task {task} samples or searches ({settings}); expected greedy decoding, which all arms share")
+        raise ValueError(
+            f"task {task} samples or searches ({settings}); expected greedy decoding, which all arms share"
+        )
     if unknown := set(settings) - PINNED:
         raise ValueError(f"task {task} has generation settings that no arm is given: {', '.join(sorted(unknown))}")
     if "max_new_tokens" not in settings:

@@ -13,16 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lmms_eval.api.model import lmms
-from onptq_lmms.requests import RATE, Question, questions
 from PIL import Image
 from tqdm import tqdm
+
+from onptq_lmms.requests import RATE, Question, questions
 
 ATTEMPTS = 3
 PAUSE = 2.0  # seconds between attempts
 PATIENCE = 600.0  # seconds for an answer
 
 
-class Endpoint(lmms):
+class Endpoint(lmms):  # type: ignore[misc]
     """`url` is the address up to /v1; the key is in ONPTQ_API_KEY, where the server wants one."""
 
     is_simple = True

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lmms_eval.api.model import lmms
-from onptq_lmms.requests import Question, questions
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -17,12 +16,13 @@ from transformers import (
     Qwen2_5OmniThinkerForConditionalGeneration,
 )
 
-CLASSES = {  # of checkpoints that hold more than answers need
-    name: Qwen2_5OmniThinkerForConditionalGeneration for name in ("qwen2_5_omni", "qwen2_5_omni_thinker")
-}
+from onptq_lmms.requests import Question, questions
+
+# Of checkpoints that hold more than answers need.
+CLASSES = dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker"), Qwen2_5OmniThinkerForConditionalGeneration)
 
 
-class Folder(lmms):
+class Folder(lmms):  # type: ignore[misc]
     """Every family by the class that transformers has for it; no remote code."""
 
     is_simple = True
