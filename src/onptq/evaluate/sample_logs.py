@@ -16,7 +16,10 @@ from onptq.evaluate.tasks import Grade, Scoring
 from onptq.harness.logs import task_of
 
 # Fields of a log that are no metric.
-FIELDS = {"doc_id", "doc", "target", "arguments", "input", "input_media", "resps", "filtered_resps", "filter", "metrics", "token_counts", "doc_hash", "prompt_hash", "target_hash", "submission", "per_sample_scores"}
+FIELDS = {
+    *("doc_id", "doc", "target", "arguments", "input", "input_media", "resps", "filtered_resps", "filter", "metrics"),
+    *("token_counts", "doc_hash", "prompt_hash", "target_hash", "submission", "per_sample_scores"),
+}
 ERROR_RATES = ("wer", "cer", "mer", "ter")  # less is better
 PERCENT = ("mer",)  # lmms-eval logs it as a percentage
 EXPECTED = "expected a log of lmms-eval or lm-evaluation-harness, written with --log_samples"

@@ -22,7 +22,11 @@ class Function(str):
     """The name of a function, which a task file marks."""
 
 
-yaml.SafeDumper.add_representer(Function, lambda dumper, name: dumper.represent_scalar("!function", str(name)))
+class Dumper(yaml.SafeDumper):
+    """Writes task files."""
+
+
+Dumper.add_representer(Function, lambda dumper, name: dumper.represent_scalar("!function", str(name)))
 
 
 @dataclass(frozen=True)
@@ -195,5 +199,5 @@ def write_tasks(tasks: Iterable[Task], folder: Path, packaged: Path, functions: 
     (folder / FUNCTIONS).write_bytes(functions.read_bytes())
     for task in tasks:
         fields = task.settings(packaged, None if data is None else local_copy(data, task))
-        text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=10**6)
+        text = yaml.dump(fields, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10**6)
         (folder / f"{PREFIX}{task.name}.yaml").write_text(text, encoding="utf-8")

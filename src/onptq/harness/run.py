@@ -24,6 +24,7 @@ REQUIREMENTS, INSIDE = HERE / "requirements.txt", HERE / "inside"
 PLUGIN = "onptq_lmms"
 PACKAGES = ("lmms_eval", "lm_eval", "torch", "transformers", "compressed-tensors", "datasets")
 RESULTS = "results.json"
+COUNT = "sample_len"  # which lm-eval puts among the metrics
 TAIL = 15  # lines of a log that an error shows
 GENERATION = "generation_config.json"
 UNPINNED = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "do_sample", "num_beams")
@@ -183,7 +184,8 @@ class Evaluation:
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
     """The results that are numbers, without the tool's suffix of filters, e.g. `acc` for `acc,none`."""
     named = {name.removesuffix(",none"): value for name, value in values.items()}
-    return {name: value for name, value in named.items() if isinstance(value, int | float) and "stderr" not in name}
+    numbers = {name: value for name, value in named.items() if isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if name != COUNT and "stderr" not in name}
 
 
 def pinned_view(folder: Path, view: Path, repetition_penalty: float) -> Path:

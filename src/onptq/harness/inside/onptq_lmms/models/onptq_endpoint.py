@@ -21,6 +21,7 @@ from onptq_lmms.requests import RATE, Question, questions
 ATTEMPTS = 3
 PAUSE = 2.0  # seconds between attempts
 PATIENCE = 600.0  # seconds for an answer
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # only the given address is contacted
 
 
 class Endpoint(lmms):  # type: ignore[misc]
@@ -67,7 +68,7 @@ class Endpoint(lmms):  # type: ignore[misc]
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
+                with DIRECT.open(request, timeout=PATIENCE) as reply:
                     return json.load(reply)["choices"][0]["message"]["content"] or ""
             except urllib.error.HTTPError as error:
                 if error.code < 500 or attempt == ATTEMPTS:
