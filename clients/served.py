@@ -75,11 +75,16 @@ class Answerer:
 
 
 def _prompt(messages: list[dict[str, Any]]) -> Prompt:
-    images = []
+    media: dict[str, list[Media]] = {"image": [], "audio": []}
     for message in messages:
         for number, part in enumerate(message["content"]):
             if part["type"] == "image_url":
-                data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
-                images.append(Media(None, hashlib.sha256(data).hexdigest(), data))
-                message["content"][number] = {"type": "image"}
-    return Prompt(0, "", messages, tuple(images))
+                kind, text = "image", part["image_url"]["url"].partition(",")[2]
+            elif part["type"] == "input_audio":
+                kind, text = "audio", part["input_audio"]["data"]
+            else:
+                continue
+            data = base64.b64decode(text)
+            media[kind].append(Media(None, hashlib.sha256(data).hexdigest(), data))
+            message["content"][number] = {"type": kind}
+    return Prompt(0, "", messages, tuple(media["image"]), tuple(media["audio"]))

@@ -231,6 +231,18 @@ def test_the_command_prints_flips_and_writes_report_and_changed_answers(tmp_path
     assert "scienceqa_known" in (tmp_path / "report.md").read_text()
 
 
+def test_a_log_without_a_name_is_called_after_its_file_or_folder(tmp_path: Path) -> None:
+    folder, file = tmp_path / "qwen2.5-vl", tmp_path / "v1.5.jsonl"
+    for log in (write(folder, sample(acc=1.0)), file):
+        write(log.parent, sample(acc=1.0), name=log.name)
+    result = CliRunner().invoke(
+        app, ["compare", "--samples", *map(str, (file, folder, file)), "--out", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert list(report["models"]) == [DENSE, "qwen2.5-vl", "v1.5"]
+
+
 def test_the_command_refuses_two_logs_of_one_name_and_a_metric_without_logs() -> None:
     log = str(LOGS / "dense" / "mmmu_val.jsonl")
     twice = CliRunner().invoke(app, ["compare", "--samples", log, log, log])

@@ -221,7 +221,7 @@ def compare_samples(
     for text in candidates:
         name, named, place = text.partition("=")
         path = Path(place if named else text)
-        name = name if named else path.stem
+        name = name if named else path.name.removesuffix(".jsonl")
         if name in places:
             raise OnPTQError(f"two logs are called {name}; expected NAME=LOG with different names")
         places[name] = path
