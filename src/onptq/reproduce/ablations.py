@@ -1,0 +1,54 @@
+"""Table 4: the method with one design choice changed at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onptq.reproduce.common import differing_setup
+from onptq.reproduce.experiment import Compared, Experiment
+from onptq.reproduce.paper_rows import paper
+from onptq.reproduce.record import Cell, Claim, Picture, Result, Table, above, as_mark, shown
+
+NAME, TITLE, SCHEME = "ablations", "Core ablations (Table 4)", "W4A6"
+FULL = "onptq"
+
+
+def run(experiment: Experiment) -> Result:
+    scheme, there = experiment.settings.scheme or SCHEME, paper(NAME)
+    candidates = [experiment.cycle(FULL, scheme)]
+    candidates += [experiment.cycle(row["name"], scheme, row["changes"]) for row in there["rows"]]
+    compared = experiment.compare(f"ablations-{scheme}", candidates, scheme)
+    return result(compared, scheme, there, experiment.settings.describe())
+
+
+def result(compared: Compared, scheme: str, there: dict[str, Any], settings: dict[str, Any]) -> Result:
+    full, main = f"{FULL}:{scheme}", there["full"]["paper"]
+    claims, rows, marks = [], [], []
+    label = compared.report.labels[compared.measure].name
+    for row in [*there["rows"], there["full"]]:
+        name = f"{row['name']}:{scheme}"
+        figure = compared.figure(name, compared.measure)
+        gain = compared.gain(name, full)
+        of_paper = [main[place] - row["paper"][place] for place in range(2)]
+        cells: list[Cell] = [row.get("group", ""), row["name"], *row["paper"], shown(figure, 2)]
+        cells += ["" if name == full else shown(gain, 2, True)]
+        cells += [shown(compared.figure(name, measure), digits) for measure, digits in (("mismatch", 1), ("kl", 4))]
+        rows.append(cells)
+        marks += as_mark(row["name"], row.get("group", "full method"), figure)
+        if name != full:
+            claims.append(
+                Claim(
+                    f"The full method is better than: {row['name']}",
+                    f"by {of_paper[0]:.1f} and {of_paper[1]:.1f} points",
+                    f"by {shown(gain, 2, True)} ({label})",
+                    above(gain),
+                )
+            )
+    differs = [
+        *differing_setup(settings, "Qwen3-VL-8B-Instruct", "MMMU and ScienceQA"),
+        f"Judged by: {label}, paired by item or prompt.",
+        "All on-policy states have equal weights, as has the paper's setting without a filter. KL is that of D from Q.",
+    ]
+    heads = ("", "setting", "MMMU, paper", "ScienceQA, paper", f"{label} here", "full method is better by")
+    table = Table("One change at a time", (*heads, "changed decisions %", "KL"), rows)
+    return Result(NAME, TITLE, claims, [table], differs, Picture(TITLE, label, marks), settings)
