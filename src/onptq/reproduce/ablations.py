@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from onptq.reproduce.common import differing_setup
@@ -13,11 +14,16 @@ NAME, TITLE, SCHEME = "ablations", "Core ablations (Table 4)", "W4A6"
 FULL = "onptq"
 
 
+def compare(experiment: Experiment, scheme: str, changes: Mapping[str, Mapping[str, Any]]) -> Compared:
+    """The full method beside itself with other fields, a candidate for every name."""
+    candidates = [experiment.cycle(FULL, scheme)]
+    candidates += [experiment.cycle(name, scheme, fields) for name, fields in changes.items()]
+    return experiment.compare(f"ablations-{scheme}", candidates, scheme)
+
+
 def run(experiment: Experiment) -> Result:
     scheme, there = experiment.settings.scheme or SCHEME, paper(NAME)
-    candidates = [experiment.cycle(FULL, scheme)]
-    candidates += [experiment.cycle(row["name"], scheme, row["changes"]) for row in there["rows"]]
-    compared = experiment.compare(f"ablations-{scheme}", candidates, scheme)
+    compared = compare(experiment, scheme, {row["name"]: row["changes"] for row in there["rows"]})
     return result(compared, scheme, there, experiment.settings.describe())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onptq.bank import MISMATCH, Column, States, Trajectory
+from onptq.bank import MISMATCH, NEAR_MISS, Column, States, Trajectory
 from onptq.cycle.branch import branch
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
@@ -28,7 +28,8 @@ from onptq.schemes import Scheme
 
 @dataclass(frozen=True)
 class Bank:
-    """Visited states. `states` have A_t at the paper's horizon and the risk; `far` is the consequence at H = 16."""
+    """Visited states. `states` have A_t at the paper's horizon and, candidates or not, the risk of Eq. 9; `far` is the
+    consequence at H = 16."""
 
     trajectories: list[Trajectory]
     states: States
@@ -113,4 +114,7 @@ def visit(session: Session, name: str, speak: Callable[[], None], recipe: Recipe
 
     near = run.step("near.parquet", STATES, lambda: look_ahead(recipe.branch.horizon))
     far = run.step("far.parquet", STATES, lambda: look_ahead(FAR))
-    return Bank(trajectories, score(near, recipe.risk), far.consequence.astype(np.float64), far.horizon > 0)
+    # The cycle gives others than candidates no risk, as it must not select them.
+    everywhere = score(near.with_columns(kind=np.full_like(near.kind, NEAR_MISS)), recipe.risk)
+    states = near.with_columns(risk=everywhere.risk)
+    return Bank(trajectories, states, far.consequence.astype(np.float64), far.horizon > 0)

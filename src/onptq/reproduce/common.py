@@ -19,8 +19,8 @@ def differing_setup(settings: Mapping[str, Any], model: str, data: str) -> list[
     """What differs from the paper in every result: model, data, scale, theta."""
     return [
         f"Model: {settings['model']}; the paper's is {model}.",
-        f"Data: {settings['calibration prompts']} calibration prompts and {settings['held-out prompts']} held-out ones, "
-        f"at scale {settings['scale']}; the paper has 128 and {data}.",
-        f"The paper does not say what theta is, how it is updated and where it starts: here {settings['init']} is the init, "
-        "and docs/method.md says the rest.",
+        f"Data: {settings['calibration prompts']} calibration prompts, {settings['held-out prompts']} held-out ones and "
+        f"{settings['items per task']} items of each task; the paper's are 128 pairs of COCO, and {data}.",
+        "Theta: the paper does not say what it is, how it is updated and where it starts. Here it starts from "
+        f"`{settings['init']}`, and docs/method.md says the rest.",
     ]

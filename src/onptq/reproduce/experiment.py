@@ -22,7 +22,7 @@ from onptq.evaluate.statistics import Interval
 from onptq.evaluate.store import ROLLOUTS, STATES, THETA, path_of
 from onptq.evaluate.summary import ModelReport, Report
 from onptq.evaluate.tasks import Item
-from onptq.progress import Reporter
+from onptq.progress import QuietReporter, Reporter
 from onptq.recipe import Recipe
 from onptq.reproduce.record import negative
 from onptq.reproduce.settings import Settings
@@ -30,6 +30,7 @@ from onptq.run import HOME, Run
 from onptq.zoo.materials import draw_items, draw_prompts
 
 MISMATCH = "mismatch"
+CAPTIONS = "captions"  # what the paper's calibration prompts ask for
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ class Compared:
 class Experiment:
     """A model and its prompts, and a folder in which every finished step is kept."""
 
-    def __init__(self, settings: Settings, reporter: Reporter) -> None:
-        self.settings, self.reporter = settings, reporter
+    def __init__(self, settings: Settings, reporter: Reporter | None = None) -> None:
+        self.settings, self.reporter = settings, reporter or QuietReporter()
 
     def of_model(self, model: str) -> Experiment:
         return self if model == self.settings.model else Experiment(replace(self.settings, model=model), self.reporter)
@@ -117,7 +118,7 @@ class Experiment:
 
     def base(self, method: str, scheme: str) -> MethodCandidate:
         """A base method alone."""
-        return MethodCandidate(f"{method}:{scheme}", self.recipe(scheme, {"method": method}))
+        return MethodCandidate(f"{method}:{scheme}", self.recipe(scheme, {"method": method, "init": method}))
 
     def cycle(self, name: str, scheme: str, changes: Mapping[str, Any] | None = None) -> MethodCandidate:
         """A method that calibrates in rounds, by the paper's recipe with some fields changed."""
@@ -145,7 +146,7 @@ class Experiment:
         if split != "calibration" and s.prompts is not None:
             first = s.scale.bank if split == "test" else 0
             return load_manifest(s.prompts, limit=first + count)[first:]
-        return draw_prompts(self.family, split, count, self.reporter)
+        return draw_prompts(self.family, split, count, self.reporter, kind=CAPTIONS)
 
     def compare(
         self,

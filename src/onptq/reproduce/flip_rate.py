@@ -92,7 +92,12 @@ def result(
         [scheme, method, shown(one.both, 1), shown(one.lost, 1), shown(one.gained, 1)]
         for (scheme, method), one in found.items()
     ]
-    marks: list[Mark] = [mark for (scheme, method), one in found.items() for mark in as_mark(method, scheme, one.both)]
+    marks: list[Mark] = [
+        mark
+        for (scheme, method), one in found.items()
+        for direction, part in (("right to wrong", one.lost), ("wrong to right", one.gained))
+        for mark in as_mark(f"{method} {scheme}", direction, part)
+    ]
     settings = experiment.settings.describe()
     differs = [
         *differing_setup(settings, "Qwen3-VL-8B-Instruct", "900 items of MMMU and 2,017 of ScienceQA-IMG"),
@@ -102,4 +107,4 @@ def result(
     ]
     heads = ("bits", "method", "flips %", "right to wrong %", "wrong to right %")
     table = Table("Answers that flipped, 95% intervals over items", heads, rows)
-    return Result(NAME, TITLE, claims, [table], differs, Picture(TITLE, "% of answers", marks), settings)
+    return Result(NAME, TITLE, claims, [table], differs, Picture(TITLE, "% of answers", marks, bars=True), settings)

@@ -15,6 +15,7 @@ from onptq.reproduce.record import Cell, Picture, Result, Table
 
 SUMMARY = "summary.md"
 ROW_STEP = 22
+POINT = {"type": "point", "filled": True, "size": 60, "opacity": 1}
 
 
 def write_page(result: Result, command: str, folder: Path) -> list[Path]:
@@ -101,20 +102,20 @@ def plot(name: str, found: Picture) -> Plot:
         "encoding": {"y": axis, "yOffset": offset, "color": coloured("group", groups)},
         "layer": [
             {
+                "mark": {"type": "bar", "opacity": 0.6} if found.bars else POINT,
+                "encoding": {
+                    "x": quantity("value", found.unit or "value", scale={"zero": found.bars}),
+                    "tooltip": tips(("row", "row"), ("group", "group"), ("value", "value")),
+                },
+            },
+            {
                 "mark": {"type": "rule", "strokeWidth": 2},
                 "transform": [{"filter": "datum.low != null && datum.high != null"}],
                 "encoding": {"x": quantity("low", found.unit or "value"), "x2": {"field": "high"}},
             },
-            {
-                "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1},
-                "encoding": {
-                    "x": quantity("value", found.unit or "value", scale={"zero": False}),
-                    "tooltip": tips(("row", "row"), ("group", "group"), ("value", "value")),
-                },
-            },
         ],
     }
-    return picture(name, found.title, "Points with 95% intervals.", body)
+    return picture(name, found.title, f"{'Bars' if found.bars else 'Points'} with 95% intervals.", body)
 
 
 def write_summary(folder: Path) -> Path:

@@ -45,11 +45,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Picture:
-    """Values with intervals, a row each."""
+    """Values with intervals, a row each; as bars from zero, or as points."""
 
     title: str
     unit: str
     marks: Sequence[Mark]
+    bars: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def above(interval: Interval, bound: float = 0.0) -> Verdict:
     """Whether a value is above the bound: told by where its whole interval lies."""
     if interval.value is None or interval.low is None or interval.high is None:
         return "not measured"
+    if interval.low == interval.high:  # no resample differs: too little was seen to say
+        return "open"
     if interval.low > bound:
         return "holds"
     return "does not hold" if interval.high < bound else "open"
@@ -117,10 +120,11 @@ def shown(interval: Interval, digits: int = 2, signed: bool = False, unit: str =
     if interval.value is None:
         return "-"
     sign = "+" if signed else ""
-    value = f"{interval.value:{sign}.{digits}f}{unit}"
-    if interval.low is None or interval.high is None:
-        return value
-    return f"{value} [{interval.low:{sign}.{digits}f}, {interval.high:{sign}.{digits}f}]"
+    value, *ends = (
+        None if one is None else f"{round(one, digits) + 0.0:{sign}.{digits}f}"  # no -0.00
+        for one in (interval.value, interval.low, interval.high)
+    )
+    return f"{value}{unit}" if None in ends else f"{value}{unit} [{', '.join(map(str, ends))}]"
 
 
 def as_mark(row: str, group: str, interval: Interval) -> list[Mark]:

@@ -11,7 +11,6 @@ import numpy as np
 from onptq.bank import Column
 from onptq.evaluate.statistics import Interval
 from onptq.reproduce.banks import Bank, make_theta, speaker, visit
-from onptq.reproduce.common import differing_setup
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.probes import ACTIONS, COLUMNS, Actions, action_values, likely_actions
 from onptq.reproduce.record import Cell, Claim, Picture, Result, Table, Verdict, above, all_of, as_mark, shown
@@ -142,7 +141,8 @@ def result(found: Theory, settings: Mapping[str, Any]) -> Result:
     ]
     rows += [[f"Spearman of {name}", shown(interval, 3)] for name, interval in tracked.items()]
     differs = [
-        *differing_setup(settings, "none: the theorem is proved, not measured", "no measurement"),
+        f"The paper proves this and measures nothing. Model: {settings['model']}, {settings['held-out prompts']} prompts; "
+        f"theta is that of `{settings['init']}`.",
         f"Policies are restricted to {ACTIONS} actions (reference, competitor and the likeliest others) and normalized; "
         "the theorem holds for them as they are, and the span over them is at most that over the vocabulary.",
         f"The utility is ours: the share of D's own next {FAR} tokens that the response says too, from 0 to 1. "
