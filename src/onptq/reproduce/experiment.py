@@ -24,7 +24,7 @@ from onptq.evaluate.summary import ModelReport, Report
 from onptq.evaluate.tasks import Item
 from onptq.progress import QuietReporter, Reporter
 from onptq.recipe import Recipe
-from onptq.reproduce.record import negative
+from onptq.reproduce.record import guarded, negative
 from onptq.reproduce.settings import Settings
 from onptq.run import HOME, Run
 from onptq.zoo.materials import draw_items, draw_prompts
@@ -51,10 +51,9 @@ class Compared:
         """second - first, paired."""
         a, b = self._row(first), self._row(second)
         for pair in self.report.pairs:
-            if (pair.first, pair.second) == (a, b):
-                return pair.differences.get(measure, Interval(None))
-            if (pair.first, pair.second) == (b, a):
-                return negative(pair.differences.get(measure, Interval(None)))
+            if {pair.first, pair.second} == {a, b} and measure in pair.differences:
+                found = guarded(pair.differences[measure], pair.differing[measure])
+                return found if pair.first == a else negative(found)
         return Interval(None)
 
     @property

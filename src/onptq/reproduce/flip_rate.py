@@ -11,13 +11,13 @@ from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer
 from onptq.evaluate.candidates import DENSE
 from onptq.evaluate.metrics import judged
-from onptq.evaluate.statistics import Column, Interval, Measure, Part, Resampler
+from onptq.evaluate.statistics import Column, Interval, Measure, Part, Resampler, differing
 from onptq.evaluate.store import ANSWERS
 from onptq.evaluate.tasks import Item
 from onptq.reproduce import main_table, tables
 from onptq.reproduce.common import differing_setup
 from onptq.reproduce.experiment import Compared, Experiment
-from onptq.reproduce.record import Claim, Mark, Picture, Result, Table, as_mark, below, shown
+from onptq.reproduce.record import Claim, Mark, Picture, Result, Table, as_mark, below, guarded, shown
 
 NAME, TITLE = "flip-rate", "Flips of correctness against the dense model (Figure 4)"
 SCHEMES = ("W8A8", "W4A8", "W4A6")
@@ -43,7 +43,8 @@ def flips(dense: Column, quantized: Column, resampler: Resampler) -> Flips:
 
 def change(dense: Column, first: Column, second: Column, resampler: Resampler) -> Interval:
     """The second model's flip rate minus the first's, paired by item."""
-    return resampler.difference(_share(dense != first), _share(dense != second))
+    before, after = _share(dense != first), _share(dense != second)
+    return guarded(resampler.difference(before, after), differing(before, after))
 
 
 def _share(found: Column) -> Measure:

@@ -13,7 +13,7 @@ from onptq.bank import Column, States
 from onptq.evaluate.candidates import DENSE, MethodCandidate, folder_name
 from onptq.evaluate.metrics import PROMPTS, places, sums
 from onptq.evaluate.session import Session
-from onptq.evaluate.statistics import Interval, Measure, Part, Resampler
+from onptq.evaluate.statistics import Interval, Measure, Part, Resampler, differing
 from onptq.reproduce.banks import Bank, make_theta, speaker, visit
 from onptq.reproduce.common import differing_setup
 from onptq.reproduce.experiment import Compared, Experiment
@@ -28,6 +28,7 @@ from onptq.reproduce.record import (
     all_of,
     as_mark,
     below,
+    guarded,
     scaled,
     shown,
     within,
@@ -160,7 +161,8 @@ def result(
     harm = compared.gain(of["static"], of[UNANCHORED])
     kept = compared.gain(of["static"], of["on-policy"])
     measures = {name: loop_measure(loop, prompts) for name, loop in loops[first].items()}
-    closed = resampler.difference(measures["static"], measures["on-policy"])
+    anchored = measures["static"], measures["on-policy"]
+    closed = guarded(resampler.difference(*anchored), differing(*anchored))
     behind = [loop_measure(loops[first][name], prompts, only_behind=True) for name in ("static", UNANCHORED)]
     moved = _relative(resampler.difference(*behind), resampler.estimate(behind[0]))
     label = compared.report.labels[compared.measure].name

@@ -15,6 +15,10 @@ from onptq.reproduce.record import Cell, Picture, Result, Table
 
 SUMMARY = "summary.md"
 ROW_STEP = 22
+EXPLAINED = (
+    "A claim holds where the whole 95% interval speaks for it, does not hold where all of it speaks against it, and is\n"
+    "open otherwise. A difference that fewer than six items or prompts show has no interval."
+)
 POINT = {"type": "point", "filled": True, "size": 60, "opacity": 1}
 
 
@@ -57,9 +61,9 @@ def markdown(result: Result, command: str, drawn: bool = False) -> str:
     ]
     lines += [
         "",
-        "A claim holds where the whole 95% interval speaks for it, does not hold where all of it speaks against it,",
+        EXPLAINED,
+        "",
     ]
-    lines += ["and is open otherwise.", ""]
     if drawn:
         lines += [f"![{result.title}]({result.name}.svg)", ""]
     for table in result.tables:
@@ -146,4 +150,4 @@ def summary(results: Sequence[Mapping[str, Any]], where: str) -> str:
     counts = ["holds", "does not hold", "open", "not measured"]
     found = [claim["verdict"] for one in results for claim in one["claims"]]
     told = ", ".join(f"{found.count(verdict)} {verdict}" for verdict in counts if verdict in found)
-    return "\n".join(lines) + f"\n\nOf {len(found)} claims: {told}.\n"
+    return "\n".join(lines) + f"\n\n{EXPLAINED}\n\nOf {len(found)} claims: {told}.\n"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from onptq.evaluate.statistics import Interval
+from onptq.evaluate.statistics import CONFIDENCE, Interval, fewest_differing
 
 Verdict = Literal["holds", "does not hold", "open", "not measured"]
 Cell = str | float | int | None
@@ -73,9 +73,9 @@ class Result:
 
 def above(interval: Interval, bound: float = 0.0) -> Verdict:
     """Whether a value is above the bound: told by where its whole interval lies."""
-    if interval.value is None or interval.low is None or interval.high is None:
+    if interval.value is None:
         return "not measured"
-    if interval.low == interval.high:  # no resample differs: too little was seen to say
+    if interval.low is None or interval.high is None or interval.low == interval.high:  # too little was seen to say
         return "open"
     if interval.low > bound:
         return "holds"
@@ -102,6 +102,11 @@ def all_of(verdicts: Sequence[Verdict]) -> Verdict:
         if found in verdicts:
             return found  # type: ignore[return-value]
     return "holds" if verdicts else "not measured"
+
+
+def guarded(difference: Interval, differing: int) -> Interval:
+    """The difference, without an interval where too few items or prompts differ for it to mean anything."""
+    return difference if differing >= fewest_differing(CONFIDENCE) else Interval(difference.value)
 
 
 def negative(interval: Interval) -> Interval:

@@ -15,7 +15,7 @@ from onptq.evaluate.candidates import folder_name
 from onptq.evaluate.critical import Margins, margins_on
 from onptq.evaluate.metrics import PROMPTS, places, sums
 from onptq.evaluate.session import Session
-from onptq.evaluate.statistics import Interval, Measure, Part, Resampler, Seeded, Single
+from onptq.evaluate.statistics import Interval, Measure, Part, Resampler, Seeded, Single, differing
 from onptq.evaluate.store import THETA, path_of
 from onptq.recipe import RiskConfig
 from onptq.registry import SELECTION_RULES
@@ -23,7 +23,7 @@ from onptq.reproduce.banks import Bank, make_theta, speaker, visit
 from onptq.reproduce.common import differing_setup
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.paper_rows import paper
-from onptq.reproduce.record import Claim, Picture, Result, Table, Verdict, all_of, as_mark, below, shown
+from onptq.reproduce.record import Claim, Picture, Result, Table, Verdict, all_of, as_mark, below, guarded, shown
 from onptq.run import Codec
 
 NAME, TITLE, SCHEME = "selection-value", "Fixed-budget state selection (Tables 3 and 9)", "W4A8"
@@ -119,7 +119,7 @@ def _change(resampler: Resampler, other: Single | Seeded, ours: Single | Seeded)
     """Ours minus the other; the init has one checkpoint, whatever the seeds of ours."""
     if isinstance(ours, Seeded) and not isinstance(other, Seeded):
         other = Seeded((other,) * len(ours.seeds))
-    return resampler.difference(other, ours)
+    return guarded(resampler.difference(other, ours), differing(other, ours))
 
 
 def run(experiment: Experiment) -> Result:
