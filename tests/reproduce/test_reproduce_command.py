@@ -44,6 +44,7 @@ def test_every_result_is_listed_with_what_it_is() -> None:
     assert all(says in line for says, line in zip(RESULTS.values(), listed, strict=True))
 
 
+@pytest.mark.slow
 def test_results_are_run_by_name_and_written_as_pages(ran: tuple[Path, Any]) -> None:
     out, done = ran
     assert done.exit_code == 0, done.stderr
@@ -57,11 +58,13 @@ def test_results_are_run_by_name_and_written_as_pages(ran: tuple[Path, Any]) -> 
     assert f"Summary: {out / 'summary.md'}" in done.stdout
 
 
+@pytest.mark.slow
 def test_theorem_1_and_the_pair_identity_hold_on_states_of_a_real_graph(ran: tuple[Path, Any]) -> None:
     claims = json.loads((ran[0] / "theory.json").read_text())["claims"]
     assert [claim["verdict"] for claim in claims[:2]] == ["holds", "holds"]
 
 
+@pytest.mark.slow
 def test_states_that_agree_have_a_risk_in_the_bank_but_are_never_chosen(ran: tuple[Path, Any]) -> None:
     """Eq. 9 is of every state; the rules choose between one mismatch and one near miss of each prompt."""
     [bank] = ran[0].rglob("states-W4A8/onptq/banks/*/compared.parquet")
@@ -76,6 +79,7 @@ def test_states_that_agree_have_a_risk_in_the_bank_but_are_never_chosen(ran: tup
         assert chosen.weight[chosen.critical] == pytest.approx(1 / chosen.critical.sum())
 
 
+@pytest.mark.slow
 def test_a_result_that_was_cut_short_goes_on_where_it_stopped(ran: tuple[Path, Any], small: Path) -> None:
     out = ran[0]
     pages = {name: (out / f"{name}.json").read_text() for name in STATES}

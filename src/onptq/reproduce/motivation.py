@@ -249,23 +249,19 @@ def result(
         "Percentages are of the mean of static calibration.",
     ]
     marks = [
-        mark for init, one in grown.items() for mark in as_mark(f"amplification with {init}, times", "a", one.ratio)
-    ]
-    marks += [
         mark
-        for init, one in covered.items()
-        for mark in as_mark(f"on-policy JS with {init}, share of static", "b", _part(one))
+        for init, each in names.items()
+        for name, candidate in each.items()
+        for group, one in (
+            ("same state", compared.figure(candidate, "js")),
+            ("behind the fork", resampler.estimate(loop_measure(loops[init][name], prompts, only_behind=True))),
+        )
+        for mark in as_mark(f"{init}: {name}", group, one)
     ]
     title = "95% intervals over prompts; closed loop: each model on its own response"
-    return Result(NAME, TITLE, claims, [Table(title, heads, rows)], differs, Picture(TITLE, "", marks), settings)
+    return Result(NAME, TITLE, claims, [Table(title, heads, rows)], differs, Picture(TITLE, "JS", marks), settings)
 
 
 def _relative(change: Interval, base: Interval) -> Interval:
     """The change in percent of the base."""
     return scaled(change, 100 / base.value) if base.value else Interval(None)
-
-
-def _part(percent: Interval) -> Interval:
-    """100 percent and a change of it, as a factor."""
-    values = (percent.value, percent.low, percent.high)
-    return Interval(*(None if one is None else 1 + one / 100 for one in values))

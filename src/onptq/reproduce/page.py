@@ -92,18 +92,23 @@ def _cell(value: Cell) -> str:
 
 
 def plot(name: str, found: Picture) -> Plot:
-    """Values with their intervals, a row each, coloured by group."""
+    """Values with their intervals, coloured by group; beside each other where a row has several."""
     rows = [
         {"row": one.row, "group": one.group, "value": one.value, "low": one.low, "high": one.high}
         for one in found.marks
     ]
     groups = list(dict.fromkeys(one.group for one in found.marks))
-    axis = category("row", sort=list(dict.fromkeys(one.row for one in found.marks)), axis={"labelLimit": 260})
-    offset = {"field": "group", "sort": groups}
+    names = list(dict.fromkeys(one.row for one in found.marks))
+    beside = len(found.marks) > len(names)
+    offset = {"yOffset": {"field": "group", "sort": groups}} if beside else {}
     body: dict[str, Any] = {
         "data": values(rows),
-        "height": {"step": ROW_STEP * max(1, len(groups) // 2)},
-        "encoding": {"y": axis, "yOffset": offset, "color": coloured("group", groups)},
+        "height": {"step": ROW_STEP * (len(groups) + 1) // 2 if beside else ROW_STEP, "for": "position"},
+        "encoding": {
+            "y": category("row", sort=names, axis={"labelLimit": 260}),
+            "color": coloured("group", groups),
+            **offset,
+        },
         "layer": [
             {
                 "mark": {"type": "bar", "opacity": 0.6} if found.bars else POINT,
