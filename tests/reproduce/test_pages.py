@@ -238,8 +238,11 @@ def test_speed_and_memory_are_those_of_the_committed_reports() -> None:
         engines = {one["name"]: one["batches"][0] for one in json.loads(file.read_text())["results"]}
         one, dense, ours = found[batch, "W4A8"], engines["dense"], engines["W4A8"]
         assert one.times.value == pytest.approx(dense["prefill_seconds"] / ours["prefill_seconds"], rel=1e-3)
-        assert one.times.low is not None
-        assert one.times.low <= one.times.value <= one.times.high
+        low, value, high = one.times.low, one.times.value, one.times.high
+        assert low is not None
+        assert value is not None
+        assert high is not None
+        assert low <= value <= high
         assert one.less == pytest.approx(100 * (1 - ours["peak_bytes"] / dense["peak_bytes"]))
     page = efficiency.result(list(found.values()), experiment(bench=tuple(files)))
     assert [claim.verdict for claim in page.claims] == ["holds"] * 4

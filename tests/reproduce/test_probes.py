@@ -89,11 +89,11 @@ def test_closed_loop_has_each_model_on_its_own_response(visited: Visited) -> Non
             p = probabilities(next_logits(visited.scene.policy, "D", inputs, d.tokens[: t - 1]))
             r = probabilities(next_logits(visited.scene.policy, "Q", inputs, q.tokens[: t - 1]))
             expected.append((d.prompt, t, js(p, r), t > fork))
-    prompt, t, apart, behind = map(list, zip(*expected, strict=True))
-    assert (found["prompt"].tolist(), found["t"].tolist()) == (prompt, t)
-    assert found["js"] == pytest.approx(np.array(apart), abs=1e-6)
-    assert found["behind"].tolist() == behind
-    assert 0 < sum(behind) < len(behind)
+    columns = {name: [row[place] for row in expected] for place, name in enumerate(("prompt", "t", "js", "behind"))}
+    for name in ("prompt", "t", "behind"):
+        assert found[name].tolist() == columns[name]
+    assert found["js"] == pytest.approx(np.array(columns["js"]), abs=1e-6)
+    assert 0 < sum(columns["behind"]) < len(expected)
 
 
 def test_the_likeliest_actions_are_the_pair_and_the_next_of_both_models(visited: Visited) -> None:
@@ -121,8 +121,8 @@ def test_values_are_of_futures_that_the_quantized_model_continues(visited: Visit
         prefix = rollout.tokens[: some.t[row] - 1]
         own = naive_branch(policy, inputs, prefix, int(some.reference[row]), int(some.competitor[row]), HORIZON, "D")
         for place in range(0, ACTIONS, 2):
-            forced = [int(token) for token in tokens[row, place : place + 2]]
-            fork = naive_branch(policy, inputs, prefix, *forced, HORIZON)
+            first, second = (int(token) for token in tokens[row, place : place + 2])
+            fork = naive_branch(policy, inputs, prefix, first, second, HORIZON)
             values = [said_of(own.reference, future, frozenset()) for future in (fork.reference, fork.competitor)]
             assert found[row, place : place + 2] == pytest.approx(values)
     assert len(set(found.ravel().tolist())) > 1

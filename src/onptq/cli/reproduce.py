@@ -106,7 +106,11 @@ def run(
         changes=tuple(map(parse_override, changes or ())),
     )
     experiment = Experiment(settings, reporter)
-    failed = [name for name in wanted if not _run(name, experiment, reporter, out, quiet, json)]
+    failed = []
+    for place, name in enumerate(wanted, start=1):
+        reporter.note(f"{name}, {place} of {len(wanted)}")
+        if not _run(name, experiment, reporter, out, quiet, json):
+            failed.append(name)
     summary = write_summary(out)
     if not quiet and not json:
         typer.echo(f"Summary: {summary}")
@@ -119,7 +123,6 @@ def _run(name: str, experiment: Experiment, reporter: Reporter, out: Path, quiet
     from onptq.reproduce.catalog import run as run_result
     from onptq.reproduce.page import write_page
 
-    reporter.note(f"reproduce {name}")
     try:
         result = run_result(name, experiment)
     except OnPTQError as error:
