@@ -248,9 +248,9 @@ def test_proxies_track_the_factors_where_their_orders_agree(actions: Actions) ->
         consequence=(2 * span).tolist(),
     )
     tracked = theory.theory(make_bank(states, far=[1.0] * 8), actions).tracked
-    assert tracked["erosion, TV"].value == pytest.approx(1)
+    assert tracked["Erosion, TV"].value == pytest.approx(1)
     assert tracked["JS, TV"].value == pytest.approx(-1)
-    assert tracked["consequence, span"].value == pytest.approx(1)
+    assert tracked["Consequence, span"].value == pytest.approx(1)
 
 
 def test_the_utility_is_the_share_of_the_dense_future_that_is_said() -> None:

@@ -214,7 +214,10 @@ def test_the_page_of_ablations_has_what_each_change_costs() -> None:
     }
     page = ablations.result(compared(figures, ahead), "W4A6", there, SETTINGS)
     assert [claim.verdict for claim in page.claims] == ["does not hold", "holds"]
-    assert [claim.paper for claim in page.claims] == ["by 3.4 and 2.9 points", "by 1.7 and 1.4 points"]
+    assert [claim.paper for claim in page.claims] == [
+        "by 3.4 on MMMU, 2.9 on ScienceQA",
+        "by 1.7 on MMMU, 1.4 on ScienceQA",
+    ]
     assert [row[5] for row in page.tables[0].rows] == ["-2.00 [-3.00, -1.00]", "+5.00 [+2.00, +8.00]", ""]
 
 

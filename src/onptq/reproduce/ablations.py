@@ -45,7 +45,7 @@ def result(compared: Compared, scheme: str, there: dict[str, Any], settings: dic
             claims.append(
                 Claim(
                     f"The full method is better than: {row['name']}",
-                    f"by {of_paper[0]:.1f} and {of_paper[1]:.1f} points",
+                    f"by {of_paper[0]:.1f} on MMMU, {of_paper[1]:.1f} on ScienceQA",
                     f"by {shown(gain, 2, True)} ({label})",
                     above(gain),
                 )
