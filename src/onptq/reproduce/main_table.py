@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from onptq.evaluate.candidates import DENSE
 from onptq.reproduce import tables
 from onptq.reproduce.common import differing_setup
@@ -55,7 +58,7 @@ def run(experiment: Experiment) -> Result:
     return Result(NAME, TITLE, claims, found, differs, Picture(TITLE, label, marks), experiment.settings.describe())
 
 
-def _averages(there: dict, scheme: str, model: str) -> tuple[float, tuple[float, str]]:  # type: ignore[type-arg]
+def _averages(there: Mapping[str, Any], scheme: str, model: str) -> tuple[float, tuple[float, str]]:
     rows = {row["method"]: row[model][-1] for row in there["rows"] if row["scheme"] == scheme}
     if tables.OURS not in rows:
         return float("nan"), (float("nan"), "-")
