@@ -34,7 +34,7 @@ class Scale:
 
 
 SCALES: Mapping[str, Scale] = {
-    "quick": Scale("quick", prompts=8, bank=16, examples=12, items=12, tokens=24, epochs=1),
+    "quick": Scale("quick", prompts=8, bank=8, examples=8, items=6, tokens=20, epochs=1),
     "full": Scale("full", prompts=128, bank=32, examples=120, items=100, tokens=64, epochs=4),
 }
 
