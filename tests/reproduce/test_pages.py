@@ -308,7 +308,7 @@ def test_a_page_says_claims_tables_and_differences_and_the_summary_collects_them
     assert "<svg" in (tmp_path / "signals.svg").read_text()
     summary = write_summary(tmp_path)
     assert summary.name == SUMMARY
-    assert "| [signals](signals.md) | a \\| claim | 0.1 | 0.2 [0.1, 0.3] | **holds** |" in summary.read_text()
+    assert "| [signals](signals.md), tiny | a \\| claim | 0.1 | 0.2 [0.1, 0.3] | **holds** |" in summary.read_text()
     assert "Of 2 claims: 1 holds, 1 not measured." in summary.read_text()
     [read] = read_results(tmp_path)
     assert read["command"] == "onptq reproduce run signals"

@@ -163,7 +163,7 @@ def result(found: Sequence[Speedup], experiment: Experiment) -> Result:
         *([] if fp8 else ["No report has FP8, so that it is not beside the others."]),
     ]
     table = Table(f"Prefill of {TOKENS} tokens, medians; 95% intervals over repeats", heads, rows)
-    settings = {"reports": [file.name for file in experiment.settings.bench], "scale": experiment.settings.scale.name}
+    settings = {"reports": [file.name for file in experiment.settings.bench]}
     picture = Picture("Prefill speedup over FP16", "times", marks) if marks else None
     return Result(NAME, TITLE, claims, [table], differs, picture, settings)
 

@@ -242,6 +242,8 @@ def result(
         *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "a bank of 64 examples and 120 others of ScienceQA-IMG"),
         f"Here {_bank_size(experiment)} examples calibrate and {len(prompts)} others judge; {local.states} candidate states "
         "with valid branches are in the correlation.",
+        "Behind a fork JS is that of D on its own response to Q on its own, the mean over the tokens that both have; "
+        "the paper does not say how it accumulates.",
         "Static states are those of D's own responses to the same prompts, a fixed text; the paper's are of its captions. "
         "Both kinds have equal weights and the same objective.",
         "MASQuant is its merged form, which folds. (c) starts from QIG; the paper does not say where.",

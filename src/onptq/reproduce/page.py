@@ -148,8 +148,9 @@ def summary(results: Sequence[Mapping[str, Any]], where: str) -> str:
     """A table of claims: the paper's number, ours and the verdict; `where` leads from the text to the pages."""
     lines = ["| result | claim | paper | here | verdict |", "|---|---|---|---|---|"]
     for one in results:
+        scale = f", {one['settings']['scale']}" if "scale" in one["settings"] else ""
         for place, claim in enumerate(one["claims"]):
-            name = f"[{one['name']}]({where}{one['name']}.md)" if place == 0 else ""
+            name = f"[{one['name']}]({where}{one['name']}.md){scale}" if place == 0 else ""
             cells = " | ".join(_cell(claim[part]) for part in ("says", "paper", "here"))
             lines.append(f"| {name} | {cells} | **{claim['verdict']}** |")
     counts = ["holds", "does not hold", "open", "not measured"]
