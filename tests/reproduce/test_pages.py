@@ -293,7 +293,7 @@ FOUND = Result(
 
 def test_a_page_says_claims_tables_and_differences_and_the_summary_collects_them(tmp_path: Path) -> None:
     written = write_page(FOUND, "onptq reproduce run signals", tmp_path)
-    assert [path.suffix for path in written] == [".json", ".md", ".svg"]
+    assert [path.suffix for path in written] == [".svg", ".json", ".md"]
     text = (tmp_path / "signals.md").read_text()
     for line in (
         "onptq reproduce run signals",

@@ -11,8 +11,7 @@ from onptq.reproduce.record import scaled, shown
 
 def percent(interval: Interval, digits: int = 1) -> str:
     """A share with its interval, in percent."""
-    text = shown(scaled(interval, 100), digits)
-    return text if text == "-" else text.replace(" [", "% [", 1) if " [" in text else f"{text}%"
+    return shown(scaled(interval, 100), digits, unit="%")
 
 
 def differing_setup(settings: Mapping[str, Any], model: str, data: str) -> list[str]:

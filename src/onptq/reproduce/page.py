@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from onptq.reproduce.record import Cell, Picture, Result, Table
 SUMMARY = "summary.md"
 ROW_STEP = 22
 EXPLAINED = (
-    "A claim holds where the whole 95% interval speaks for it, does not hold where all of it speaks against it, and is\n"
-    "open otherwise. A difference that fewer than six items or prompts show has no interval."
+    "A claim holds where the whole 95% interval speaks for it, does not hold where all of it speaks\n"
+    "against it, and is open otherwise. A difference that fewer than six items or prompts show has no\n"
+    "interval."
 )
 POINT = {"type": "point", "filled": True, "size": 60, "opacity": 1}
 
@@ -26,22 +28,18 @@ def write_page(result: Result, command: str, folder: Path) -> list[Path]:
     """Write NAME.json, NAME.md and, with `onptq[figures]`, NAME.svg; return what was written."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {".json": to_json(result.to_dict() | {"command": command}, indent=2) + "\n"}
-    drawn = result.picture is not None and bool(result.picture.marks)
-    svg = folder / f"{result.name}.svg"
-    if drawn:
-        assert result.picture is not None
-        try:
+    svg, written = folder / f"{result.name}.svg", []
+    if result.picture is not None and result.picture.marks:
+        with suppress(OnPTQError):  # an optional package draws
             write_svg(plot(result.name, result.picture), svg)
-        except OnPTQError:  # an optional package draws
-            drawn = svg.exists()
-    files[".md"] = markdown(result, command, drawn)
-    written = []
+            written.append(svg)
+    files[".md"] = markdown(result, command, drawn=bool(written))
     for suffix, text in files.items():
         path = folder / f"{result.name}{suffix}"
         with atomically(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
         written.append(path)
-    return [*written, *([svg] if drawn else [])]
+    return written
 
 
 def markdown(result: Result, command: str, drawn: bool = False) -> str:
@@ -59,11 +57,7 @@ def markdown(result: Result, command: str, drawn: bool = False) -> str:
     lines += [
         f"| {_cell(one.says)} | {_cell(one.paper)} | {_cell(one.here)} | **{one.verdict}** |" for one in result.claims
     ]
-    lines += [
-        "",
-        EXPLAINED,
-        "",
-    ]
+    lines += ["", EXPLAINED, ""]
     if drawn:
         lines += [f"![{result.title}]({result.name}.svg)", ""]
     for table in result.tables:
