@@ -27,6 +27,7 @@ class Scale:
     items: int  # per task
     tokens: int  # of a response
     epochs: int
+    init_prompts: int = 512  # of those that calibrate, at most so many make theta^(0)
 
     def budget(self, of_paper: int) -> int:
         """The paper's number of critical states, in proportion to the prompts."""
@@ -34,7 +35,7 @@ class Scale:
 
 
 SCALES: Mapping[str, Scale] = {
-    "quick": Scale("quick", prompts=8, bank=8, examples=8, items=6, tokens=20, epochs=1),
+    "quick": Scale("quick", prompts=8, bank=8, examples=8, items=6, tokens=20, epochs=1, init_prompts=4),
     "full": Scale("full", prompts=128, bank=32, examples=120, items=100, tokens=64, epochs=4),
 }
 
@@ -75,6 +76,7 @@ class Settings:
             "seed": self.seed,
             "data.prompts": scale.prompts,
             "data.holdout": 0,
+            "data.init_prompts": scale.init_prompts,
             "follow.max_tokens": scale.tokens,
             "select.budget": scale.budget(256),
             "calibrate.epochs": scale.epochs,
