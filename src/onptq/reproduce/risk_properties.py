@@ -175,7 +175,7 @@ def result(found: Mismatches, mass: Concentration, moved: Migration, settings: M
         *as_mark("selected again, timestep", "here", moved.timestep),
     ]
     differs = [
-        *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "767 states of 32 prompts"),
+        *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "767 states of 32 prompts", asked=False),
         f"{found.states} states have valid branches: both futures have at least one state to compare.",
         f'The thresholds of "sparse", "concentrated" ({FEW:.0%}) and "weakly" ({SMALL_LIFT} times) are ours.',
         "The bank is that of the init; the migration is from the first round of OnPTQ to its second.",

@@ -198,7 +198,9 @@ def result(found: Selection, settings: Mapping[str, Any]) -> Result:
     marks = [mark for rule in found.erosion for mark in as_mark(rule, subset, found.erosion[rule][subset])]
     counts = ", ".join(f"{count} {name}" for name, count in found.states.items())
     differs = [
-        *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "767 states, 185 mismatches, 39 joint-critical"),
+        *differing_setup(
+            settings, "Qwen2.5-VL-7B-Instruct", "767 states, 185 mismatches, 39 joint-critical", asked=False
+        ),
         f"States here: {counts}.",
         "The paper does not say which mismatch and which near miss a prompt contributes: here those of the largest erosion. "
         "A prompt without one of the two contributes the other.",

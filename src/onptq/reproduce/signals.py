@@ -117,7 +117,7 @@ def result(found: Signals, settings: Mapping[str, Any]) -> Result:
         for mark in as_mark(name, group, interval)
     ]
     differs = [
-        *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "767 states of 32 prompts"),
+        *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "767 states of 32 prompts", asked=False),
         f"{found.states} states of the init have valid branches.",
         "The future is the consequence at H = 16. Its first four tokens are those of the branch consequence itself.",
         f"The threshold {UNINFORMATIVE} is ours.",
