@@ -164,7 +164,8 @@ def result(
     anchored = measures["static"], measures["on-policy"]
     closed = guarded(resampler.difference(*anchored), differing(*anchored))
     behind = [loop_measure(loops[first][name], prompts, only_behind=True) for name in ("static", UNANCHORED)]
-    moved = _relative(resampler.difference(*behind), resampler.estimate(behind[0]))
+    moved = guarded(resampler.difference(*behind), differing(*behind))
+    moved = _relative(moved, resampler.estimate(behind[0]))
     label = compared.report.labels[compared.measure].name
     closed_there, kept_there = (
         paper_interval(there[name]) for name in ("closed_loop_with_anchor", "accuracy_with_anchor")
