@@ -6,10 +6,9 @@ computed once per session because they are slow.
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from unittest.mock import patch
@@ -22,16 +21,17 @@ from torch import Tensor
 from onptq.bank import Trajectory
 from onptq.checkpoint.load import load_model
 from onptq.data.manifest import load_manifest
+from onptq.methods.rtn import rtn
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs
+from onptq.quantizer import numerics
 from onptq.quantizer.numerics import FakeQuantize, fake_quantize_activations
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.schemes import Scheme
 
 WEIGHT_ONLY, WITH_ACTIVATIONS = ("W4A16", torch.float32), ("W4A8", torch.float64)
-ROUNDING_ACTIVATIONS = ("onptq.quantizer.modules", "onptq.methods.linears", "onptq.methods.gptq")
 EXACT = (WEIGHT_ONLY, WITH_ACTIVATIONS)  # schemes with a dtype in which two orders of summation give the same tokens
 
 
@@ -49,16 +49,7 @@ def without_ties() -> Iterator[None]:
         step = torch.where(step == 0, torch.finfo(x.dtype).eps, step)
         return FakeQuantize.apply(x, step, None, None, bits, x.dtype)  # type: ignore[no-untyped-call, no-any-return]
 
-    with _rounding_by(quantize):
-        yield
-
-
-@contextmanager
-def _rounding_by(quantize: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for name in ROUNDING_ACTIVATIONS:
-            module = importlib.import_module(name)  # a package's attribute of that name may be the function
-            stack.enter_context(patch.object(module, "fake_quantize_activations", quantize))
+    with patch.object(numerics, "fake_quantize_activations", quantize):
         yield
 
 
@@ -78,7 +69,7 @@ def in_double() -> Iterator[None]:
 @contextmanager
 def deployed_rounding() -> Iterator[None]:
     """The real activation steps again, inside `without_ties`: for what must hold bit for bit, ties or not."""
-    with _rounding_by(fake_quantize_activations):
+    with patch.object(numerics, "fake_quantize_activations", fake_quantize_activations):
         yield
 
 
@@ -92,6 +83,7 @@ def extended(inputs: ModelInputs, response: Sequence[int]) -> dict[str, Tensor]:
         "input_ids": torch.tensor([response], dtype=torch.long).view(1, count),
         "attention_mask": torch.ones(1, count, dtype=torch.long),
         "mm_token_type_ids": torch.zeros(1, count, dtype=torch.long),
+        "token_type_ids": torch.zeros(1, count, dtype=torch.long),
     }
     return tensors | {name: torch.cat((tensors[name], tail[name]), dim=1) for name in tail.keys() & tensors.keys()}
 
@@ -227,7 +219,7 @@ def make_policy(tiny: Tiny, scheme: str, dtype: torch.dtype, eos: Collection[int
 
 def random_theta(policy: Policy, seed: int = 0) -> Theta:
     """Smoothing and step ratios as a calibration might leave them."""
-    random, theta = torch.Generator().manual_seed(seed), Theta.rtn(policy.structure.blocks, policy.scheme)
+    random, theta = torch.Generator().manual_seed(seed), rtn(policy)
     for u in theta.smoothing.values():
         u.normal_(0, 0.3, generator=random)
     for ratio in theta.ratio.values():

@@ -330,3 +330,24 @@ def plain_forward(
         for hook in hooks:
             hook.remove()
     return torch.stack(outputs).double().numpy(), logits.double().numpy()
+
+
+# Floats of few bits
+
+
+def float_codes(mantissa: int, least: int, largest: float) -> list[float]:
+    """Every number of the format that is not negative, in order: 0, the subnormal and the normal ones."""
+    steps = 2**mantissa
+    codes = [step / steps * 2.0**least for step in range(steps)]
+    exponent = least
+    while codes[-1] < largest:
+        codes += [(1 + step / steps) * 2.0**exponent for step in range(steps)]
+        exponent += 1
+    return [code for code in codes if code <= largest]
+
+
+def nearest_float(value: float, codes: Sequence[float]) -> float:
+    """The nearest code; of two the one with an even last bit, as every second one is; the largest beyond the range."""
+    size = abs(value)
+    best = min(range(len(codes)), key=lambda index: (abs(codes[index] - size), index % 2))
+    return math.copysign(codes[best], value)

@@ -54,7 +54,7 @@ TINY = {
 MOVING = TINY | {
     "calibrate.keep": "last"
 }  # held-out prompts may prefer the first iterate, which hides every difference
-SCHEMES = ("W4A16", "W8A8", "W4A8", "W4A6", "W3A8", "W4A16-g128", "W4A16-g128-asym")
+SCHEMES = ("W4A16", "W8A8", "W4A8", "W4A6", "W3A8", "W4A8-g128", "W4A16-g128-asym")
 FIGURES = {"states", "mismatches", "near_misses", "mismatch_percent", "erosion", "js", "kl", "consequence", "critical"}
 
 
@@ -186,6 +186,21 @@ def test_every_scheme_is_written_and_verified(scheme: str, method: str, wide: Pa
         assert activations is None
     else:
         assert (activations["num_bits"], activations["dynamic"], activations["strategy"]) == (bits, True, "token")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "stored"), [("FP8-block", "float"), ("NVFP4", "nvfp4-pack"), ("MXFP4", "mxfp4-pack")]
+)
+def test_floats_are_calibrated_written_and_verified(scheme: str, stored: str, wide: Path, tmp_path: Path) -> None:
+    changes = {"scheme": scheme, "calibrate.keep": "last"}
+    result = onptq.quantize(wide, tmp_path, calibration=wide / "prompts.jsonl", recipe=recipe(changes))
+    assert result.summary["verification"]["max_abs_difference"] == 0.0
+    section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert section["format"] == f"{stored}-quantized"
+    tensors = theta(tmp_path)
+    assert any(name.startswith("input/") for name in tensors) == (scheme == "NVFP4")
+    assert any(bool(tensor.any()) for name, tensor in tensors.items() if name.startswith("ratio/"))
 
 
 def test_rounding_to_nearest_needs_no_prompts_and_prompts_only_measure_it(small: Path, tmp_path: Path) -> None:

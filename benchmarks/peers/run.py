@@ -196,6 +196,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     scheme = Scheme.parse(args.scheme)
     if not scheme.symmetric:
         raise OnPTQError(f"--scheme {scheme}: the peers are run with symmetric weights; expected no -asym")
+    if not scheme.of_integers:
+        raise OnPTQError(f"--scheme {scheme}: the peers are run with integers; expected WbAb, -gN")
     environments = args.environments or args.out / "environments"
     return Plan(args.model, scheme, choose_peers(args.peers, scheme), args.out.absolute(), environments.absolute())
 

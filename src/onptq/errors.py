@@ -10,6 +10,10 @@ class OnPTQError(Exception):
     """Something the user can fix: it says what was wrong, where, what was expected, and the valid values."""
 
 
+class RaisedElsewhereError(OnPTQError):
+    """The error of another process of the same job, which shows it."""
+
+
 def printable(text: str, also: str = "") -> str:
     """The text with control characters, which steer a terminal, written out, but for those in `also`."""
     return "".join(letter if letter.isprintable() or letter in also else repr(letter)[1:-1] for letter in text)

@@ -29,6 +29,7 @@ from onptq.cycle.rounds import Cycle, bank_figures
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
+from onptq.engine.agreement import check_agreement
 from onptq.engine.budget import cached_bytes
 from onptq.engine.memory import free_memory, peak_memory
 from onptq.engine.prompts import EncodedPrompts
@@ -40,13 +41,15 @@ from onptq.methods.resume import RunStore
 from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs, PromptProcessor
-from onptq.models.structure import LINEARS, NORMS
+from onptq.page.card_picture import card_picture
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
+from onptq.ranks import join
 from onptq.recipe import Recipe
 from onptq.run import CALIBRATED, CHOICE, INIT, INIT_KEPT, SUMMARY, Run, check_place, is_contract_1, remove, run_home
 from onptq.schemes import Scheme
+from onptq.shared_run import open_run
 
 WEIGHTS = "*.safetensors"
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
@@ -91,30 +94,46 @@ def quantize(
     `start` is the file of a theta^(0) to use instead of the recipe's base method. `on_bad_prompt` is `fail`, or `skip` to
     leave out prompts that cannot be read or that the model cannot take.
     """
-    reporter = reporter or QuietReporter()
-    job = check(model, Path(out), recipe or Recipe(), calibration, holdout, on_bad_prompt, reporter)
-    with Run.open(out, identify(job, reporter), home=run_home(out), warn=reporter.warn) as run:
-        reporter = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
-        if (summary := finished(job, run, reporter)) is not None:
-            return Result(job.out, summary, job.prompts)
-        if start is not None and not run.has(INIT):
-            with run.writing(INIT) as path:
-                shutil.copyfile(start, path)
-        processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
-        policy = load(job, reporter)
-        prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
-        inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
-        cycle = Cycle(inputs, job.recipe, run, reporter)
-        theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
-        theta = keep_better(cycle, theta, partial(read_init, policy, run))
-        summary = measure(job, cycle, theta)
-        warn_of_no_help(summary, reporter)
-        summary["checkpoint"] = export(job, policy, run, reporter)
-        if verify:
-            summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
-        summary["seconds"] = run.seconds()
-        run.finish(summary)
+    reporter, recipe = reporter or QuietReporter(), recipe or Recipe()
+    with join(recipe.compute.device) as ranks:
+        device = torch.device(ranks.lead(lambda: str(check_settings(Path(out), recipe, calibration, holdout))))
+        if ranks.size > 1:
+            device = choose_device(device.type)  # the rank's own GPU
+        job = ranks.after_first(
+            lambda: check(model, Path(out), recipe, calibration, holdout, on_bad_prompt, device, reporter)
+        )
+        with open_run(out, run_home(out), lambda: identify(job, reporter), ranks, reporter.warn) as run:
+            logged = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
+            summary = ranks.lead(lambda: finished(job, run, logged))
+            if summary is None:
+                summary = work(job, run, logged, start, verify)
     return Result(job.out, summary, job.prompts)
+
+
+def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verify: bool) -> dict[str, Any]:
+    """The summary of the run, worked on from the first step that is not finished to the end. Of several processes, only the
+    first has that of the checkpoint, too."""
+    if start is not None and not run.has(INIT):
+        with run.writing(INIT) as path:
+            shutil.copyfile(start, path)
+    processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
+    policy = load(job, reporter)
+    prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
+    inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
+    cycle = Cycle(inputs, job.recipe, run, reporter)
+    theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
+    theta = keep_better(cycle, theta, partial(read_init, policy, run))
+    summary = measure(job, cycle, theta)
+    run.ranks.leave()  # the rest is for one process; compressed-tensors would share it among all it sees
+    if not run.ranks.is_first:
+        return summary
+    warn_of_no_help(summary, reporter)
+    summary["checkpoint"] = export(job, policy, run, reporter)
+    if verify:
+        summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
+    summary["seconds"] = run.seconds()
+    run.finish(summary)
+    return summary
 
 
 def check(
@@ -124,10 +143,10 @@ def check(
     calibration: str | Path | Sequence[Prompt] | None,
     holdout: str | Path | Sequence[Prompt] | None,
     on_bad_prompt: str,
+    device: torch.device,
     reporter: Reporter,
 ) -> Job:
-    """Refuse before any work what would fail later."""
-    device = check_settings(out, recipe, calibration, holdout)
+    """Refuse before any work what would fail later, beside what `check_settings` refuses."""
     check_on_bad_prompt(on_bad_prompt)
     if not isinstance(model, Source) and not is_hub_id(str(model)):
         model = find_source(model)
@@ -140,7 +159,9 @@ def check(
     check_apart(source.folder, out)
     check_apart(source.folder, run_home(out))
     scheme = Scheme.parse(recipe.scheme)
-    checkpoint, decoder = check_exportable(source.folder, (*source.family.ignore, *source.family.other_models))
+    checkpoint, decoder = check_exportable(
+        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
+    )
     check_groups(checkpoint, decoder, scheme)
     if not (out / CONFIG).exists():
         check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
@@ -252,6 +273,8 @@ def load(job: Job, reporter: LoggedReporter) -> Policy:
     with reporter.phase("Load", total=1, unit="checkpoint") as bar:
         policy = load_policy(job.source, job.scheme, device=job.device, dtype=dtype)
         bar.advance()
+    for text in policy.unfolded:
+        reporter.warn(text)
     return policy
 
 
@@ -260,6 +283,7 @@ def encode_prompts(
 ) -> tuple[EncodedPrompts, EncodedPrompts]:
     """Calibration and held-out prompts, through the towers once for the whole run; `prompts.parquet` records them."""
     prompts, recipe = job.prompts.every, job.recipe
+    check_agreement(policy, processor, prompts)
     with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
         inputs = processor.ahead(prompts, recipe.follow.max_tokens)
         each = encode_each(policy, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
@@ -275,8 +299,12 @@ def encode_prompts(
 def initialize(job: Job, policy: Policy, prompts: Sequence[EncodedPrompt], run: Run, reporter: Reporter) -> Theta:
     """theta^(0), by the recipe's base method; blocks that an earlier process finished are read back."""
     recipe, store = job.recipe, RunStore(run, policy.device)
-    if run.has(INIT):
-        remove(store.folder)  # a kill may have come between the file and this
+    if run.ranks.lead(lambda: run.has(INIT)):
+        if run.ranks.is_first:
+            remove(store.folder)  # a kill may have come between the file and this
+        return read_init(policy, run)
+    if not run.ranks.is_first:
+        run.ranks.meet()  # while the first computes it
         return read_init(policy, run)
     with reporter.phase(f"Initialize ({recipe.init})", total=policy.blocks, unit="blocks") as bar:
         if store.finished:
@@ -284,6 +312,9 @@ def initialize(job: Job, policy: Policy, prompts: Sequence[EncodedPrompt], run: 
             bar.advance(store.finished)
         theta = methods.initialize(policy, prompts, recipe, bar.advance, settled=recipe.settles, store=store)
     run.write_behind(theta.saving(), INIT, instead_of=store.folder)
+    if run.ranks.size > 1:  # the others read the file
+        run.wait()
+        run.ranks.meet()
     return theta
 
 
@@ -293,7 +324,8 @@ def read_init(policy: Policy, run: Run) -> Theta:
 
 def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
     """The summary so far: every round's figures, and those of held-out prompts under RTN, the init and the result."""
-    choice = cycle.run.read_json(*CHOICE) if cycle.run.has(*CHOICE) else None
+    ranks, run = cycle.run.ranks, cycle.run
+    choice = ranks.lead(lambda: run.read_json(*CHOICE) if run.has(*CHOICE) else None)
     calibrated = cycle.holdout("final", "held-out at the end")
     before = cycle.holdout("rounds/0", "held-out 1") if job.recipe.rounds else calibrated
     after = before if choice is not None and choice["kept"] == INIT_KEPT else calibrated
@@ -306,8 +338,9 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
         "scheme": str(job.scheme),
         "method": job.recipe.method,
         "model": job.source.name,
+        "unfolded": list(cycle.policy.unfolded),
         "prompts": {"calibration": len(job.prompts.calibration), "holdout": len(job.prompts.holdout)},
-        "rounds": [cycle.figures(k) for k in range(job.recipe.rounds)],
+        "rounds": ranks.lead(lambda: [cycle.figures(k) for k in range(job.recipe.rounds)]),
         "holdout": figures,
         "choice": choice,
         "helped": None if choice is None else choice["kept"] == CALIBRATED,
@@ -337,8 +370,8 @@ def warn_of_no_help(summary: Mapping[str, Any], reporter: Reporter) -> None:
 
 def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Write the checkpoint with its model card; return the size of its weights and the hashes of its files."""
-    family = job.source.family
-    with reporter.phase("Export", total=policy.blocks * len((*LINEARS, *NORMS)), unit="modules") as bar:
+    family, results = job.source.family, read_results(run.home, job.recipe)
+    with reporter.phase("Export", total=len(policy.wrapped), unit="modules") as bar:
         write_checkpoint(
             job.source.folder,
             job.out,
@@ -346,8 +379,10 @@ def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, 
             job.scheme,
             ignore=family.ignore,
             other_models=family.other_models,
+            linears=family.linears,
             provenance=read_provenance(run, job.recipe, job.prompts),
-            results=read_results(run.home, job.recipe),
+            results=results,
+            picture=card_picture(results),
             name=job.source.name,
         )
         files = [job.out / CONFIG, *sorted(job.out.glob(WEIGHTS))]

@@ -116,6 +116,13 @@ class _JsonBar:
         return {"info": self._info} if self._info else {}
 
 
+class SilentReporter(QuietReporter):
+    """For processes that leave it to another one to print warnings, too."""
+
+    def warn(self, text: str) -> None:
+        pass
+
+
 class RichReporter:
     """Bars with phase, done/total, rate, elapsed and remaining time on stderr; the result as a table on stdout."""
 

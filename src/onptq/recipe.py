@@ -27,7 +27,7 @@ from pydantic import (
 from onptq.errors import OnPTQError, did_you_mean
 from onptq.overrides import Overrides, explain, override, with_implied
 from onptq.registry import LOSS_TERMS, METHODS, SELECTION_RULES, Registry
-from onptq.schemes import Scheme
+from onptq.schemes import NAMED, Scheme
 
 # Figures of an update's log lines, whose names no added loss term may have.
 LOGGED = ("anchor", "hidden", "pair", "response", "loss", "step", "round", "gradient", "holdout")
@@ -277,7 +277,9 @@ class Recipe(Config):
 
     LATER: ClassVar[Mapping[str, Any]] = {"report": {}}
 
-    scheme: str = Field(default="W4A8", description="number format: W4A16, W8A8, W4A8, W4A6, any WbAb, -gN, -asym")
+    scheme: str = Field(
+        default="W4A8", description=f"number format: W4A16, W8A8, W4A8, W4A6, any WbAb, -gN, -asym, {', '.join(NAMED)}"
+    )
     method: str = Field(
         default="onptq",
         description="onptq; static, uniform or offpolicy, its controls; or a base method alone",
@@ -315,8 +317,7 @@ class Recipe(Config):
     @property
     def multiplies_integers(self) -> bool:
         """Whether a frozen Q may multiply its codes as integers."""
-        scheme = Scheme.parse(self.scheme)
-        return self.compute.integers and scheme.quantizes_weights and scheme.quantizes_activations
+        return self.compute.integers and Scheme.parse(self.scheme).multiplies_integers
 
     @model_validator(mode="before")
     @classmethod

@@ -21,6 +21,7 @@ import yaml
 from onptq.errors import OnPTQError
 from onptq.files import TEMPORARY, atomically, explained, file_sha256, plain, read_json, to_json
 from onptq.overrides import difference
+from onptq.ranks import ALONE
 
 HOME = "onptq"  # inside the output folder: the files of a comparison, and of a quantization by contract 1
 CONTRACT = 2  # version of docs/run-folder.md: 1 has the run's files in DIR/onptq, 2 in DIR-run
@@ -55,6 +56,7 @@ class Run:
     def __init__(self, folder: Path, home: Path, lock: int | None, arm: str | None = None) -> None:
         self.folder, self.home = folder, home
         self._arm = arm
+        self.ranks = ALONE  # the processes that work on it together
         self.resumed = False  # an earlier process began it
         self._behind: Future[None] | None = None
         self._intact: set[str] = set()  # files that this process has written, or compared with their sums
@@ -174,11 +176,13 @@ class Run:
 
         A computed value is read back too, so that a continued run and an unbroken one go on with the same bits.
         """
-        if self.has(name):
+        if self.ranks.lead(lambda: self.has(name)):
             return self.read(name, codec.read)
         value = compute()
-        with self.writing(name) as path:
-            codec.write(value, path)
+        if self.ranks.is_first:
+            with self.writing(name) as path:
+                codec.write(value, path)
+        self.ranks.meet()  # the others read what the first has written
         return codec.read(self.file(name))
 
     def read(self, name: str, reader: Callable[[Path], T]) -> T:

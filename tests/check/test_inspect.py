@@ -9,10 +9,11 @@ import pytest
 from checkpoint_models import Checkpoints, copied, defects, edited, notes, run
 from conftest import FAMILIES, MULTIMODAL
 
-from onptq.check.static import inspect_folder
+from onptq.check.static import check_folder, inspect_folder
 from onptq.checkpoint.quantization import Numbers, parse_quantization
+from onptq.schemes import NAMED
 
-SCHEMES = ("W8A8", "W4A16", "W4A16-g32-asym", "W4A8", "W4A6", "W3A16-g32")
+SCHEMES = ("W8A8", "W4A16", "W4A16-g32-asym", "W4A8", "W4A8-g32", "W4A6", "W3A16-g32")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,16 @@ def test_our_own_exports_are_sound(checkpoints: Checkpoints, family: str, scheme
     assert inspection.description.family == family
     assert inspection.description.unchecked is None
     assert inspection.description.scheme == scheme
+
+
+@pytest.mark.parametrize("scheme", NAMED)
+def test_our_own_exports_of_floats_are_sound(checkpoints: Checkpoints, scheme: str) -> None:
+    folder = checkpoints.exported("qwen2.5-vl", scheme, hidden=128)
+    inspection = inspect_folder(folder)
+    assert inspection.findings == ()
+    assert inspection.description.scheme == scheme
+    assert inspection.description.serving
+    assert [check.seen for check in check_folder(folder) if not check.passed] == []
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,15 @@ from onptq.data.manifest import load_manifest
 from onptq.methods.rtn import rtn
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
+from onptq.schemes import NAMED
 
-SCHEMES = ("W8A8", "W4A16", "W4A16-g128-asym", "W4A8", "W4A6")
+SCHEMES = ("W8A8", "W4A16", "W4A16-g128-asym", "W4A8", "W4A8-g128", "W4A6")
 RICH = 2  # a prompt with a picture, and for Omni with a sound too
 RESPONSE = (5, 60, 200, 7, 91, 313)
 
 
-def every_case() -> list[Any]:
-    cases = [(scheme, torch.float32) for scheme in SCHEMES] + [(scheme, torch.bfloat16) for scheme in ("W4A16", "W4A8")]
+def every_case(schemes: Iterable[str], in_bfloat16: Iterable[str]) -> list[Any]:
+    cases = [(scheme, torch.float32) for scheme in schemes] + [(scheme, torch.bfloat16) for scheme in in_bfloat16]
     return [pytest.param(scheme, dtype, id=f"{scheme}-{str(dtype)[6:]}") for scheme, dtype in cases]
 
 
@@ -56,7 +57,14 @@ def logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), every_case())
+@pytest.mark.parametrize(("scheme", "dtype"), every_case(NAMED, NAMED))
+def test_floats_are_reloaded_as_exactly(
+    tiny: Callable[[str], Tiny], scheme: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    test_the_reloaded_checkpoint_gives_the_training_graph_s_logits(tiny, "qwen2.5-vl", scheme, dtype, tmp_path)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), every_case(SCHEMES, ("W4A16", "W4A8")))
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_the_reloaded_checkpoint_gives_the_training_graph_s_logits(
     tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype, tmp_path: Path

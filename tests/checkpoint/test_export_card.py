@@ -21,6 +21,7 @@ from onptq.data.calibration import Prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Media, Prompt
 from onptq.evaluate.model_card import RESULT, read_results
+from onptq.page.card_picture import card_picture, results_plot
 from onptq.recipe import Recipe
 from onptq.run import run_home
 from onptq.schemes import Scheme
@@ -156,15 +157,16 @@ def test_escaped_text_is_one_line_of_plain_markdown() -> None:
 # --- use --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2.5-vl"])
-def test_the_example_of_the_card_runs(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "W4A8"), ("qwen2.5-vl", "W4A8"), ("llama", "NVFP4")])
+def test_the_example_of_the_card_runs(
+    family: str, scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if family != "llama" and importlib.util.find_spec("torchvision") is None:
         pytest.skip("transformers' AutoProcessor needs torchvision")
     model, out = tmp_path / "model", tmp_path / "out"
     write_random(family, model, prompts=1, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512)
-    onptq.quantize(
-        model, out, recipe=Recipe.preset("default", {"method": "rtn", "compute.device": "cpu"}), verify=False
-    )
+    recipe = Recipe.preset("default", {"method": "rtn", "scheme": scheme, "compute.device": "cpu"})
+    onptq.quantize(model, out, recipe=recipe, verify=False)
     Image.new("RGB", (64, 64), "red").save(tmp_path / "image.png")
     code = example((out / "README.md").read_text())
     code = code.replace(FOLDER, str(out)).replace("image.png", str(tmp_path / "image.png"))
@@ -198,6 +200,9 @@ def test_omni_is_loaded_by_the_class_that_answers_in_text() -> None:
         ("W4A16", "vllm serve path/to/this/folder", "int4 x 16-bit"),
         ("W8A8", "vllm serve path/to/this/folder", "int8 x int8"),
         ("W8A16", "vllm serve path/to/this/folder", "int8 x 16-bit"),
+        ("W4A8-g128", "vllm serve path/to/this/folder --linear-backend humming", "int4 x int8"),
+        ("FP8-block", "vllm serve path/to/this/folder", "E4M3 x E4M3"),
+        ("NVFP4", "vllm serve path/to/this/folder", "E2M1 x E2M1"),
     ],
 )
 def test_one_command_serves_the_scheme(scheme: str, command: str, computes: str) -> None:
@@ -205,7 +210,32 @@ def test_one_command_serves_the_scheme(scheme: str, command: str, computes: str)
     assert re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL) == [command]
     assert f"this multiplies {computes}." in text
     differs = "Without `--linear-backend humming` the server answers too, but multiplies int4 x 16-bit."
-    assert (differs in text) == (scheme == "W4A8")
+    assert (differs in text) == scheme.startswith("W4A8")
+    assert ("Blackwell" in text) == (scheme == "NVFP4")
+    assert ("So its source says; it was not run." in text) == (scheme not in ("W4A8", "W4A16", "W8A8"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights", "activations"),
+    [
+        ("W4A8-g128", "4-bit integers, symmetric, one scale per 128 input columns of an output row", "8-bit integers"),
+        (
+            "FP8-block",
+            "8-bit floats (E4M3), symmetric, one scale per block of 128 output rows and 128 input columns",
+            "8-bit floats (E4M3), symmetric, one dynamic scale per 128 channels of a token",
+        ),
+        (
+            "NVFP4",
+            "4-bit floats (E2M1), symmetric, one scale in E4M3, under one for the tensor, per 16 input columns",
+            "one dynamic scale in E4M3, under one for the tensor, per 16 channels of a token",
+        ),
+        ("MXFP4", "one scale, a power of two, per 32 input columns", "4-bit floats (E2M1)"),
+    ],
+)
+def test_numbers_are_described(scheme: str, weights: str, activations: str) -> None:
+    text = card(Path("model"), scheme)
+    assert weights in text.split("- Weights: ")[1].split("\n")[0]
+    assert activations in text.split("- Activations: ")[1].split("\n")[0]
 
 
 def test_a_kernel_that_lists_no_such_groups_is_not_promised() -> None:
@@ -332,6 +362,10 @@ def test_the_card_of_a_run_has_the_baselines_beside_the_result(run: Path, small:
     assert "3 prompts (3 with image and text). 2 more were held out." in text
     assert str(run.parent) not in text
     assert str(small.parent) not in text
+    picture = (run / "results.svg").read_text(encoding="utf-8")
+    assert picture.startswith("<svg")
+    assert all(name in picture for name in ("RTN", "init (search+signround)", RESULT))
+    assert "](results.svg)" in text.split("## Results")[1]
 
 
 def test_the_card_of_a_run_says_which_iterate_it_exported(run: Path) -> None:
@@ -348,6 +382,20 @@ def test_the_card_of_a_run_says_which_iterate_it_exported(run: Path) -> None:
 def test_a_run_without_held_out_prompts_has_no_results(tmp_path: Path) -> None:
     assert read_results(tmp_path, Recipe()) is None
     assert "Nothing was measured" in card(Path("model"))
+
+
+def test_the_picture_of_a_card_has_the_interval_of_every_model() -> None:
+    rows = {"RTN": {"KL": Estimate(0.5, 0.25, 0.75)}, RESULT: {"KL": Estimate(0.002, None, None)}}
+    plot = results_plot(Results(rows, 0.95, 100, "5 held-out prompts"))
+    assert plot is not None
+    assert plot.spec["data"]["values"] == [
+        {"model": "RTN", "kl": 0.5, "low": 0.25, "high": 0.75},
+        {"model": RESULT, "kl": 0.002, "low": 0.002, "high": 0.002},
+    ]
+    alone = Results({RESULT: {"KL": Estimate(0.002)}}, 0.95, 100, "5 held-out prompts")
+    assert results_plot(alone) is None
+    assert card_picture(None) is None
+    assert "results.svg" not in card(Path("model"), results=alone)
 
 
 def test_figures_have_their_intervals() -> None:

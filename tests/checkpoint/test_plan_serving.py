@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from onptq.checkpoint.serving import (
+    ADA,
     AMPERE,
     BLACKWELL,
     CPU,
@@ -22,7 +23,7 @@ from onptq.checkpoint.serving import (
     Verdict,
     serving,
 )
-from onptq.schemes import PAPER_SCHEMES, Scheme
+from onptq.schemes import NAMED, PAPER_SCHEMES, Scheme
 
 
 def rows(scheme: str, hardware: str, switch: str | None = None) -> list[Served]:
@@ -30,7 +31,7 @@ def rows(scheme: str, hardware: str, switch: str | None = None) -> list[Served]:
     return [row for row in every if row.server == VLLM and row.hardware == hardware and row.switch == switch]
 
 
-@pytest.mark.parametrize("scheme", [*PAPER_SCHEMES, "W8A16", "W3A8", "W4A16-g128", "W4A16-g128-asym", "W16A8"])
+@pytest.mark.parametrize("scheme", [*PAPER_SCHEMES, "W8A16", "W3A8", "W4A16-g128", "W4A16-g128-asym", "W16A8", *NAMED])
 def test_transformers_simulates_every_scheme(scheme: str) -> None:
     first, *others = serving(Scheme.parse(scheme))
     assert (first.server, first.verdict, first.evidence) == (TRANSFORMERS, "simulates", "run")
@@ -38,7 +39,7 @@ def test_transformers_simulates_every_scheme(scheme: str) -> None:
     assert all(row.server == VLLM for row in others)
 
 
-@pytest.mark.parametrize("scheme", [*PAPER_SCHEMES, "W8A16", "W4A16-g32-asym", "W8A16-asym", "W2A16", "W16A8"])
+@pytest.mark.parametrize("scheme", [*PAPER_SCHEMES, "W8A16", "W4A16-g32-asym", "W8A16-asym", "W2A16", "W16A8", *NAMED])
 def test_every_row_is_well_formed(scheme: str) -> None:
     for row in serving(Scheme.parse(scheme)):
         assert row.verdict in get_args(Verdict)
@@ -93,6 +94,17 @@ def test_w8a8_runs_up_to_hopper_and_not_on_blackwell() -> None:
     (blackwell,) = rows("W8A8", BLACKWELL)
     assert (blackwell.verdict, blackwell.evidence) == ("refuses", "documented")
     assert [row.computes for row in rows("W8A8", CPU)] == ["int8 x int8"]
+
+
+@pytest.mark.parametrize("scheme", NAMED)
+def test_nothing_of_floats_was_run_on_a_server(scheme: str) -> None:
+    assert not [row for row in serving(Scheme.parse(scheme)) if row.server == VLLM and row.evidence == "run"]
+
+
+def test_fp8_needs_ada_and_its_blocks_hopper_or_activations_stay_in_16_bits() -> None:
+    verdicts = {name: [rows(name, gpu)[0].verdict for gpu in (AMPERE, ADA, HOPPER)] for name in ("FP8", "FP8-block")}
+    assert verdicts == {"FP8": ["differs", "serves", "serves"], "FP8-block": ["differs", "differs", "serves"]}
+    assert [rows("W4AFP8", gpu)[0].verdict for gpu in (ADA, HOPPER, BLACKWELL)] == ["refuses", "serves", "refuses"]
 
 
 def test_w4a16_gets_int8_activations_on_an_amx_cpu_unless_told_otherwise() -> None:

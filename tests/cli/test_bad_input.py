@@ -108,7 +108,7 @@ def write_manifest(folder: Path, *lines: object) -> Path:
     [
         ({"scheme": "int4"}, (), ("unknown scheme 'int4'", "W4A16, W8A8, W4A8, W4A6", "2 to 8 bits")),
         ({"scheme": "W9A8"}, (), ("weight bits must be 2 to 8", "got 9")),
-        ({"scheme": "W4A8-g128"}, (), ("weight groups are for weight-only schemes",)),
+        ({"scheme": "W4A8-asym"}, (), ("asymmetric weights are for weight-only schemes",)),
         ({"scheme": "W16A8"}, (), ("W16A8", "nothing to write", "expected W2 to W8")),
         ({"branch.horizn": 3}, (), ("unknown field 'branch.horizn'", "did you mean branch.horizon?")),
         ({"branch.horizon": 0}, (), ("branch.horizon = 0", "greater than or equal to 1")),

@@ -14,7 +14,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from onptq.cli import app
@@ -110,6 +112,15 @@ def test_a_run_alone_has_a_page(quantized: Path) -> None:
     assert page["candidates"][0]["verdict"].startswith(("Of 2 answers ", "All 2 answers "))
 
 
+def test_a_run_that_answered_none_of_its_prompts_has_a_page(small: Path, tmp_path: Path) -> None:
+    manifest = ("--calibration", small / "prompts.jsonl", "--set", "data.prompts=3", "--set", "data.holdout=0")
+    out = tmp_path / "smooth"
+    done = call("quantize", small, "--out", out, "--method", "smoothquant", *manifest, "--no-verify")
+    assert done.exit_code == 0, done.output
+    [candidate] = data_of(out.with_name("smooth-run") / "page.html")["candidates"]
+    assert candidate["responses"] == [None, None, None]
+
+
 def test_what_the_page_shows_does_not_make_another_run(quantized: Path, small: Path) -> None:
     manifest = ("--calibration", small / "prompts.jsonl", "--set", "follow.max_tokens=4", "--set", "data.prompts=3")
     same = (
@@ -189,3 +200,53 @@ def test_view_serves_the_page_alone_on_the_loopback_address(compared: Path) -> N
     finally:
         process.terminate()
         process.wait(20)
+
+
+def test_every_picture_of_the_page_is_written(compared: Path, tmp_path: Path) -> None:
+    done = call("report", compared, "--pictures", tmp_path / "pictures")
+    assert done.exit_code == 0, done.output
+    names = {file.name for file in (tmp_path / "pictures").iterdir()}
+    data = data_of(compared / "page.html")
+    assert len(names) == len(data["plots"]) + sum(len(one["plots"]) for one in data["candidates"])
+    assert {"size-damage.svg", "kl-percentiles.svg"} <= names
+    assert f"Pictures: {len(names)} in {tmp_path / 'pictures'}" in done.stdout
+    assert all((tmp_path / "pictures" / name).read_text().startswith("<svg") for name in names)
+
+
+@pytest.mark.parametrize("texts", ["numbers", "answers", "prompts"])
+def test_the_data_set_holds_as_much_text_as_was_asked_for(texts: str, compared: Path, tmp_path: Path) -> None:
+    done = call("report", compared, "--dataset", tmp_path / "set", "--texts", texts)
+    assert done.exit_code == 0, done.output
+    files = {file.name: file for file in (tmp_path / "set").iterdir()}
+    assert sorted(files) == ["README.md", "responses.parquet", "states.parquet"]
+    states, responses = (pq.read_table(files[name]).to_pylist() for name in ("states.parquet", "responses.parquet"))
+    data = data_of(compared / "page.html")
+    answers = {one["name"]: one["responses"] for one in data["candidates"]}
+    assert len(states) == sum(len(one["states"]["kind"]) for of in answers.values() for one in of)
+    assert len(responses) == sum(map(len, answers.values()))
+    first = states[0]
+    shown = answers[first["candidate"]][first["prompt"]]["states"]
+    assert first["kl"] == pytest.approx(shown["kl"][first["t"]], rel=1e-3)
+    assert first["kind"] == ("agree", "near_miss", "mismatch")[shown["kind"][first["t"]]]
+    assert ("quantized" in first, "answer" in responses[0]) == (texts != "numbers", texts != "numbers")
+    assert ("question" in responses[0]) == (texts == "prompts")
+    if texts == "prompts":
+        asked = data["prompts"][responses[0]["prompt"]]["turns"]
+        assert asked[-1]["parts"][-1]["text"] in responses[0]["question"]
+        assert responses[0]["answer"] == answers[responses[0]["candidate"]][0]["answer"]["text"]
+    card = files["README.md"].read_text()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert [one["data_files"] for one in front["configs"]] == ["states.parquet", "responses.parquet"]
+    assert all(f"| `{column}` |" in card for column in (*first, *responses[0]))
+
+
+def test_a_data_set_needs_a_new_folder_and_a_known_level(compared: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    done = call("report", compared, "--dataset", tmp_path)
+    assert done.exit_code == 2
+    assert "is not empty" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+    done = call("report", compared, "--dataset", tmp_path / "set", "--texts", "answer")
+    assert done.exit_code == 2
+    assert "did you mean answers" in done.stderr
+    assert not (tmp_path / "set").exists()

@@ -210,4 +210,5 @@ def test_the_dense_model_is_followed_once(judged: tuple[Path, Report], small: Pa
     measured = [one for one in listening.phases if one.endswith((" dense", "W2A8", "W4A8"))]
     assert measured == [
         "Build rtn:W4A8", "Follow rtn:W4A8", "Compare rtn:W4A8", "Branch rtn:W4A8", "Details rtn:W4A8", "Dense path rtn:W4A8",
+        "Attribute rtn:W4A8",
     ]  # fmt: skip

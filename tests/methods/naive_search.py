@@ -19,9 +19,8 @@ from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.engine.rollout import rollouts
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.structure import Block, find_structure
+from onptq.models.structure import PAIRS, Block, find_structure
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS
 from onptq.schemes import Scheme
 
 RATIOS = [n / 20 for n in range(20)]

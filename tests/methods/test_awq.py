@@ -29,9 +29,9 @@ from torch import Tensor
 from onptq.checkpoint.load import load_model
 from onptq.methods.awq import CLIPPED, CLIPS, EXPONENTS, awq
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.structure import LINEARS, Block, find_structure
+from onptq.models.structure import LINEARS, PAIRS, Block, find_structure
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out, pair_key
 from onptq.schemes import Scheme
 
 Cases = Callable[[str], tuple[Tiny, Policy, list[EncodedPrompt], Theta]]
@@ -131,7 +131,7 @@ def plain_losses(
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("scheme", [*SCHEMES, "W4A6"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "W4A6", "W4A6-g32"])
 def test_every_pair_takes_the_exponent_of_least_output_error(cases: Cases, scheme: str, pair: str) -> None:
     checkpoint, policy, sequences, theta = cases(scheme)
     tolerance = (

@@ -30,9 +30,9 @@ from torch.func import functional_call
 from onptq.checkpoint.load import load_model
 from onptq.methods.blockwise import blockwise
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.structure import LINEARS, Block, find_structure
+from onptq.models.structure import LINEARS, PAIRS, Block, find_structure
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Theta, pair_key
+from onptq.quantizer.theta import Theta, pair_key
 from onptq.schemes import Scheme
 
 # The authors' recipe: 10 epochs of 128 prompts, and 6 steps here.

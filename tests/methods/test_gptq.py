@@ -34,7 +34,7 @@ from onptq.quantizer.theta import OFFSET_RANGE, Theta
 
 Cases = Callable[[str], tuple[Policy, list[EncodedPrompt], Theta]]
 DAMPING = 0.01  # of the Hessian's mean diagonal, as the authors have it
-SCHEMES = ("W3A4", "W4A16", "W3A16-g32", "W3A16-g32-asym")
+SCHEMES = ("W3A4", "W4A16", "W3A4-g32", "W3A16-g32-asym")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from onptq.methods.smoothquant import smoothquant
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import PromptBatch
 from onptq.models.family import AUDIO, IMAGE, TEXT
-from onptq.quantizer.theta import PAIRS, pair_key
+from onptq.models.structure import PAIRS
+from onptq.quantizer.theta import pair_key
 
 SMOOTHED = ("norm_qkv", "norm_gate_up", "v_o")
 

@@ -17,8 +17,8 @@ from onptq.methods.layerwise import INSTRUCTION, answer_prompts, open_streams
 from onptq.methods.linears import quantized_linears, replaced
 from onptq.methods.mbq import GRADIENTS_AT, balanced_search, mbq, modality_ratios
 from onptq.models.family import AUDIO, IMAGE, TEXT
-from onptq.models.structure import find_structure
-from onptq.quantizer.theta import PAIRS, pair_key
+from onptq.models.structure import PAIRS, find_structure
+from onptq.quantizer.theta import pair_key
 
 KINDS = (TEXT, IMAGE, AUDIO)
 

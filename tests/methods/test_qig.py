@@ -16,8 +16,9 @@ from naive_search import make_policy, plain_units, short_answers
 from onptq.methods.layerwise import answer_prompts, open_streams
 from onptq.methods.linears import quantized_linears, replaced
 from onptq.methods.qig import difference, integrated_gradients, qig, token_importance
+from onptq.models.structure import PAIRS
 from onptq.quantizer.numerics import fake_quantize_activations
-from onptq.quantizer.theta import PAIRS, Theta, pair_key
+from onptq.quantizer.theta import Theta, pair_key
 
 
 @pytest.fixture(scope="module")

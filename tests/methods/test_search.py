@@ -20,13 +20,14 @@ from onptq.cycle.follow import follow
 from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.methods.layerwise import answer_prompts
+from onptq.methods.linears import quantized_input, rounded_weight
 from onptq.methods.search import sample_inputs, search, search_on
 from onptq.methods.smoothquant import migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.processing import PromptProcessor
-from onptq.models.structure import Block, find_structure
+from onptq.models.structure import PAIRS, Block, find_structure
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import Free, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.zoo.random import write_random
 
 PROMPTS = 4
@@ -307,3 +308,32 @@ def test_the_dense_models_own_responses_are_part_of_the_sample(cases: Callable[[
     expected = search_on(policy, sequences)
     assert all(torch.equal(a, b) for a, b in zip(actual.tensors().values(), expected.tensors().values(), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(actual.tensors().values(), alone.tensors().values(), strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "MXFP4"])
+def test_groups_take_valid_scales_and_no_row_errs_more_than_at_full_range(
+    cases: Callable[[str, bool], Case], scheme: str
+) -> None:
+    _, policy, prompts, theta = cases(scheme, True)
+    valid = importlib.import_module("onptq.methods.search").VALID[policy.scheme.scales]
+    inputs, full = sample_inputs(policy, prompts), theta.freed()
+    for ratio in full.ratio.values():
+        ratio.zero_()
+    chosen = torch.cat([ratio.exp().flatten() for ratio in theta.ratio.values()])
+    assert (chosen[:, None] - torch.tensor(valid)).abs().amin(1).max() < 1e-5
+    assert (chosen > 1.01).any()
+    assert (chosen < 0.99).any()
+    totals = np.zeros(2)
+    for block in policy.structure.blocks:
+        for pair, (_, consumers) in PAIRS.items():
+            x = inputs[block.index][pair]
+            for name in consumers:
+                log_in, log_out = log_scales_in(theta, block, name), log_scales_out(theta, block, name)
+                entering = quantized_input(policy.scheme, log_in, x)
+                exact = x @ block.child(name).weight.T  # type: ignore[operator]
+                exact = exact if log_out is None else exact / log_out.exp()
+                weights = [rounded_weight(policy, each, block, name, log_in, log_out) for each in (theta, full)]
+                found, plain = (((entering @ weight.T) - exact).square().sum(0) for weight in weights)
+                assert bool((found <= plain * (1 + 1e-4)).all()), block.path(name)
+                totals += float(found.sum()), float(plain.sum())
+    assert totals[0] < 0.99 * totals[1]

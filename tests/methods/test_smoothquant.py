@@ -9,7 +9,8 @@ from conftest import MULTIMODAL
 from onptq.methods.smoothquant import SMOOTHED, migrated, smoothquant
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import PromptBatch
-from onptq.quantizer.theta import PAIRS, pair_key
+from onptq.models.structure import PAIRS
+from onptq.quantizer.theta import pair_key
 
 ALPHA = 0.5  # of the authors
 

@@ -29,13 +29,18 @@ def machine(gpu_gib: float, host_gib: float = 120) -> Machine:
 
 
 BIG_GPU = machine(139)
+QWEN2_5_VL = {  # width, that of the MLP, blocks, heads, key heads
+    "qwen2.5-vl-7b": (3584, 18944, 28, 28, 4),
+    "qwen2.5-vl-32b": (5120, 27648, 64, 40, 8),
+    "qwen2.5-vl-72b": (8192, 29568, 80, 64, 8),
+}
 
 
 def write_sparse(folder: Path, name: str, small: Path, dtype: str = "BF16", **changes: Any) -> Path:
     """A checkpoint with the shapes of a published one, e.g. qwen2.5-vl-7b: gigabytes to every reader, none on disk.
 
     `small` is a checkpoint of the same family, whose tokenizer and processor it gets."""
-    config, vision = {"qwen2.5-vl-7b": _qwen2_5_vl_7b, "llama-8b": _llama_8b}[name]()
+    config, vision = _llama_8b() if name == "llama-8b" else _qwen2_5_vl(*QWEN2_5_VL[name])
     config |= changes
     folder.mkdir(parents=True, exist_ok=True)
     for file in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "chat_template.jinja"):
@@ -86,15 +91,15 @@ def _decoder(config: Mapping[str, Any]) -> Shapes:
     return shapes
 
 
-def _qwen2_5_vl_7b() -> tuple[dict[str, Any], Shapes]:
+def _qwen2_5_vl(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int) -> tuple[dict[str, Any], Shapes]:
     config = {
         "model_type": "qwen2_5_vl",
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "vocab_size": 152064,
         "max_position_embeddings": 128000,
         "tie_word_embeddings": False,
@@ -111,7 +116,7 @@ def _qwen2_5_vl_7b() -> tuple[dict[str, Any], Shapes]:
             f"{of}norm1.weight": (width,),
             f"{of}norm2.weight": (width,),
         }
-    vision |= {"visual.merger.mlp.0.weight": (5120, 5120), "visual.merger.mlp.2.weight": (3584, 5120)}
+    vision |= {"visual.merger.mlp.0.weight": (5120, 5120), "visual.merger.mlp.2.weight": (hidden, 5120)}
     return config, vision
 
 

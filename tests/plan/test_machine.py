@@ -44,6 +44,26 @@ def test_an_unknown_or_ambiguous_gpu_is_refused_with_the_nearest_names() -> None
         machine_with("", ComputeConfig())
 
 
+def test_memory_alone_is_the_slowest_gpu_that_is_sold_with_so_much() -> None:
+    machine = machine_with(None, ComputeConfig(), 80, 8)
+    assert (machine.name, machine.gpus, machine.device_free) == ("a100-80g", 8, int(GPUS["a100-80g"].gib * GIB))
+    assert machine_with(None, ComputeConfig(), 141).name == "h200-141g"
+    with pytest.raises(OnPTQError, match=r"--gpu-memory 60: expected one of 24, 32, 40, 48, 80, 141, 192, or --gpu"):
+        machine_with(None, ComputeConfig(), 60)
+
+
+def test_memory_beside_a_name_is_what_is_free_of_it() -> None:
+    machine = machine_with("h100", ComputeConfig(), 60)
+    assert (machine.name, machine.gpus, machine.device_free) == ("h100-80g", 1, 60 * GIB)
+
+
+def test_gpus_that_are_not_here_need_a_name() -> None:
+    with pytest.raises(
+        OnPTQError, match="--gpus 2: this machine has 0 for this recipe; expected --gpu or --gpu-memory"
+    ):
+        this_machine(ComputeConfig(device="cpu"), 2)
+
+
 def test_a_recipe_that_contradicts_the_gpu_is_refused() -> None:
     with pytest.raises(OnPTQError, match=r"compute\.device is cpu"):
         machine_with("h100", ComputeConfig(device="cpu"))

@@ -45,7 +45,7 @@ def test_only_the_decoders_linears_are_quantized_in_every_family(tiny: Callable[
     assert bool(others) == (family == "qwen2.5-omni"), "Omni's speaking models are in the folder, but not loaded"
 
 
-@pytest.mark.parametrize("scheme", ["W4A8", "W8A8", "W4A16-g32-asym"])
+@pytest.mark.parametrize("scheme", ["W4A8", "W8A8", "W4A16-g32-asym", "NVFP4"])
 def test_the_output_is_as_large_as_said(small: Path, tmp_path: Path, scheme: str) -> None:
     out = tmp_path / "out"
     onptq.quantize(small, out, recipe=Recipe.preset("default", {"scheme": scheme, "method": "rtn"}), verify=False)

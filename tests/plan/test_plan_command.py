@@ -46,6 +46,19 @@ def test_quiet_is_the_verdict_alone(small: Path) -> None:
     assert run(small, "--quiet", "--json").exit_code == 2
 
 
+def test_several_gpus_are_data_parallel(small: Path) -> None:
+    options = ("--gpus", 4, "--gpu-memory", 80, "--prompt-tokens", 40)
+    result = run(small, *options)
+    assert result.exit_code == 0, result.output
+    assert " on each of 4 a100-80g (data parallel); takes " in result.output.splitlines()[0]
+    assert "On 4 x a100-80g in bfloat16" in result.output
+    record = json.loads(run(small, *options, "--json").stdout)
+    assert (record["strategy"], record["machine"]["gpus"]) == ("data parallel", 4)
+    alone = run(small, "--gpus", 2, "--device", "cpu")
+    assert alone.exit_code == 1
+    assert "--gpus 2: this machine has 0 for this recipe" in words(alone.output)
+
+
 def test_the_verdict_comes_first_where_it_is_no(small: Path) -> None:
     result = run(small, "--scheme", "W4A16-g48")
     assert result.exit_code == 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from onptq.checkpoint.source import find_source
 from onptq.data.manifest import load_manifest
 from onptq.errors import OnPTQError
 from onptq.models.processing import PromptProcessor
+from onptq.plan.machine import machine_with
 from onptq.plan.planning import Plan, make_plan
-from onptq.recipe import Recipe
+from onptq.recipe import ComputeConfig, Recipe
 from onptq.run import run_home
 
 
@@ -101,6 +104,60 @@ def test_host_memory_is_checked_too(seven: Path) -> None:
 
 
 # --- what the run would refuse --------------------------------------------------------------------------------------
+
+
+# --- several GPUs ---------------------------------------------------------------------------------------------------
+
+
+def test_several_gpus_share_what_is_dealt_out_and_nothing_else(seven: Path) -> None:
+    one, two = (make_plan(seven, default(), machine=replace(BIG_GPU, gpus=gpus)) for gpus in (1, 2))
+    assert (one.strategy, two.strategy) == ("one GPU", "data parallel")
+    assert two.verdict.startswith("fits: needs ")
+    assert " free GPU memory on each of 2 a GPU (data parallel); takes about " in two.verdict
+    assert two.peak < one.peak
+    shorter = {a.name for a, b in zip(one.phases, two.phases, strict=True) if b.seconds < 0.8 * a.seconds}
+    assert shorter == {"Follow", "Compare", "Branch", "Calibrate"}
+    longer = {a.name for a, b in zip(one.phases, two.phases, strict=True) if b.seconds > a.seconds}
+    assert not longer
+    load_one, load_two = one.phases[0], two.phases[0]
+    assert load_two.gpu == load_one.gpu, "each has the whole model"
+    assert load_two.host_bytes == 2 * load_one.host_bytes
+    assert any(text.startswith("data parallel: each GPU holds the whole model") for text in two.assumptions)
+
+
+def test_halves_of_the_prompts_take_half_of_the_time_and_of_the_caches(seven: Path) -> None:
+    """128 prompts in batches of 16, steps of 8: everything that is dealt out halves exactly."""
+    recipe = default(**{"compute.batch_tokens": 16 * 464, "data.holdout": 32, "compute.cache_gib": 100.0})
+    one, two = (
+        {phase.name: phase for phase in make_plan(seven, recipe, machine=replace(BIG_GPU, gpus=gpus)).phases}
+        for gpus in (1, 2)
+    )
+    assert two["Branch"].seconds == pytest.approx(one["Branch"].seconds / 2)
+    for name in ("Follow", "Compare"):
+        assert two[name].gpu["prefix caches"] == one[name].gpu["prefix caches"] // 2
+    assert two["Calibrate"].gpu["activations in the graph"] == one["Calibrate"].gpu["activations in the graph"] // 2
+
+
+def test_gpus_that_have_to_wait_are_worth_a_warning(seven: Path) -> None:
+    many = replace(machine(139, host_gib=1000), gpus=16)
+    batches, step = make_plan(seven, default(), machine=many).warnings
+    assert batches.startswith(
+        "128 responses make 4 batches, so 12 of 16 GPUs wait in Follow, Compare and Branch; --set "
+    )
+    assert step.startswith("a step of 8 prompts leaves 8 of 16 GPUs without any in Calibrate; --set ")
+    changes = [re.findall(r"--set (\S+)", text)[0] for text in (batches, step)]
+    assert not make_plan(seven, default().with_overrides(changes), machine=many).warnings
+
+
+def test_a_model_larger_than_one_gpu_is_refused_however_many_there_are(
+    tiny: Callable[[str], Tiny], tmp_path: Path
+) -> None:
+    large = write_sparse(tmp_path, "qwen2.5-vl-72b", tiny("qwen2.5-vl").folder)
+    plan = make_plan(large, default(), machine=machine_with(None, ComputeConfig(), 80, 8))
+    (reason,) = plan.refusals
+    assert plan.strategy is None
+    assert " of GPU memory on each of 8 GPUs and 79.2 GiB is free: weights 136.7 GiB" in reason
+    assert reason.endswith("; every GPU has to hold the whole model, so more of them do not help")
 
 
 def test_groups_that_do_not_divide_are_refused_by_name(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:

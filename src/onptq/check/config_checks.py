@@ -29,7 +29,8 @@ def check_rope(inspected: Inspected) -> Iterator[Finding]:
     """Findings on position settings, which a config.json rewritten by another version of transformers loses."""
     text = text_config(inspected.checkpoint.config)
     new, old = _mapping(text.get("rope_parameters")), _mapping(text.get("rope_scaling"))
-    if inspected.multimodal and inspected.family is not None and not ("mrope_section" in new or "mrope_section" in old):
+    rotates = inspected.multimodal and inspected.family is not None and not inspected.family.derived
+    if rotates and not ("mrope_section" in new or "mrope_section" in old):
         yield Finding(
             "lost-mrope-section",
             "config.json has neither rope_scaling.mrope_section nor rope_parameters.mrope_section",

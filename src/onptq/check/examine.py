@@ -129,7 +129,7 @@ def verify_export(
         if not check.passed:
             raise OnPTQError(f"{folder}: {check.name}: {check.seen}")
     model = load_model(open_checkpoint(str(folder)), dtype, device)
-    check_modules(model, source.family.ignore)
+    check_modules(model, source.family.ignore, source.family.linears)
     checks.append(check_schemes(model, source.family))
     verification = compare_with_graph(model, folder, inputs, expected, dtype=dtype)
     answers = ask(model, questions(processor), processor.tokenizer, source.eos())

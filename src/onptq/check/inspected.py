@@ -55,7 +55,7 @@ class Inspected:
     @property
     def family(self) -> Family | None:
         try:
-            return family_of(self.checkpoint.config)
+            return family_of(self.checkpoint.config, self.checkpoint.tensors)
         except OnPTQError:
             return None
 

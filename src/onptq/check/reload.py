@@ -68,15 +68,15 @@ def place(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
     return {name: _place(value, weight.dtype, weight.device) for name, value in inputs.items()}
 
 
-def check_modules(model: nn.Module, ignore: Sequence[str]) -> None:
-    """Raise unless all seven linears of every decoder layer carry a quantization scheme, and no other module does."""
-    decoder = find_decoder({name for name, _ in model.named_parameters()}, ignore)
-    linears = {decoder.prefix + name for name in decoder.linears}
+def check_modules(model: nn.Module, ignore: Sequence[str], linears: tuple[str, ...] = ()) -> None:
+    """Raise unless all linears of every decoder layer carry a quantization scheme, and no other module does."""
+    decoder = find_decoder({name for name, _ in model.named_parameters()}, ignore, linears)
+    expected = {decoder.prefix + name for name in decoder.linears}
     quantized = quantized_modules(model)
-    if quantized != linears:
+    if quantized != expected:
         raise OnPTQError(
-            f"{type(model).__name__} quantizes other modules than its decoder's {len(linears)} linears: "
-            f"wrongly quantized {sorted(quantized - linears)[:5]}, left out {sorted(linears - quantized)[:5]}"
+            f"{type(model).__name__} quantizes other modules than its decoder's {len(expected)} linears: "
+            f"wrongly quantized {sorted(quantized - expected)[:5]}, left out {sorted(expected - quantized)[:5]}"
         )
 
 

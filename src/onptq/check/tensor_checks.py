@@ -15,7 +15,16 @@ from onptq.checkpoint.quantization import COMPRESSED, Group, Numbers
 from onptq.errors import OnPTQError
 from onptq.models.family import text_config
 
-SCALES = ("weight_scale", "weight_scale_inv", "weight_global_scale", "scales", "input_scale", "k_scale", "v_scale")
+SCALES = (
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_global_scale",
+    "scales",
+    "input_scale",
+    "input_global_scale",
+    "k_scale",
+    "v_scale",
+)
 FLOATS = {name for name, dtype in DTYPES.items() if dtype.is_floating_point}
 WORD = 32  # bits
 
@@ -68,7 +77,9 @@ def check_layers(inspected: Inspected) -> Iterator[Finding]:
     names = {f"{module}.weight" for module, stored in checkpoint.modules.items() if not WEIGHTS.isdisjoint(stored)}
     layers = text_config(checkpoint.config).get("num_hidden_layers")
     try:
-        decoder = find_decoder(names, (*family.ignore, *family.other_models) if family else ())
+        decoder = find_decoder(
+            names, (*family.ignore, *family.other_models) if family else (), family.linears if family else ()
+        )
     except OnPTQError:
         return
     if isinstance(layers, int) and decoder.layers > layers:
@@ -194,6 +205,8 @@ def _compressed_shapes(kind: str, linear: Linear, group: Group) -> dict[str, lis
         if not numbers.symmetric and scales:
             rows = math.ceil(outputs * numbers.bits / WORD)
             expected["weight_zero_point"] = [(rows, scales[0][1]), *scales]
+    elif kind == "packed" and numbers.type == "float":
+        expected["weight_packed"] = [(outputs, math.ceil(inputs * numbers.bits / 8))]
     elif kind in {"int8", "float8", "dense with scales"}:
         expected["weight"] = [(outputs, inputs)]
     return expected
@@ -202,7 +215,7 @@ def _compressed_shapes(kind: str, linear: Linear, group: Group) -> dict[str, lis
 def _scale_shapes(numbers: Numbers, outputs: int, inputs: int) -> list[Shape]:
     if numbers.strategy == "channel":
         return [(outputs, 1), (outputs,)]
-    if numbers.strategy == "group" and numbers.group_size:
+    if numbers.strategy in {"group", "tensor_group"} and numbers.group_size:
         return [(outputs, math.ceil(inputs / numbers.group_size))]
     if numbers.strategy == "block" and numbers.block:
         return [(math.ceil(outputs / numbers.block[0]), math.ceil(inputs / numbers.block[1]))]

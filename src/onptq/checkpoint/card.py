@@ -19,15 +19,17 @@ from onptq.checkpoint.provenance import (
     find_base,
     read_front_matter,
 )
-from onptq.checkpoint.serving import HOPPER, VLLM, recommended, serve_command, serving
+from onptq.checkpoint.serving import VLLM, recommended, serve_command, serving
 from onptq.errors import OnPTQError
 from onptq.models import family_of
 from onptq.models.family import Family
-from onptq.schemes import Scheme
+from onptq.schemes import Floats, Grid, Scheme
 from onptq.version import __version__
 
+PICTURE = "results.svg"  # beside the card
 FOLDER = "path/to/this/folder"
 TAKEN_OVER = ("license", "license_name", "license_link", "language", "pipeline_tag")  # from the source's own card
+SCALES = {"dtype": "", "E4M3": " in E4M3, under one for the tensor,", "E8M0": ", a power of two,"}
 TEXT_LIMIT = 200  # characters of a field that is taken over
 
 _IMAGE_EXAMPLE = """\
@@ -36,7 +38,7 @@ import transformers
 folder = "{folder}"
 processor = transformers.AutoProcessor.from_pretrained(folder)  # needs torchvision
 model = transformers.{model_class}.from_pretrained(
-    folder, dtype="auto", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
+    folder, dtype="{dtype}", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
 )
 question = [{{"type": "image", "path": "image.png"}}, {{"type": "text", "text": "What is in this image?"}}]
 inputs = processor.apply_chat_template(
@@ -55,7 +57,7 @@ import transformers
 folder = "{folder}"
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 model = transformers.{model_class}.from_pretrained(
-    folder, dtype="auto", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
+    folder, dtype="{dtype}", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
 )
 inputs = tokenizer.apply_chat_template(
     [{{"role": "user", "content": "Which color is the sky?"}}],
@@ -74,15 +76,17 @@ def write_card(
     provenance: Provenance | None = None,
     results: Results | None = None,
     name: str | None = None,
+    *,
+    pictured: bool = False,
 ) -> str:
-    """The card's text. `config` is the source's; `name` is what its user calls it."""
+    """The card's text. `config` is the source's; `name` is what its user calls it; it shows its picture if `pictured`."""
     base, family = find_base(source, name), _family(config)
     front = yaml.safe_dump(_front_matter(base, source, config, family, scheme), sort_keys=False, allow_unicode=True)
     sections = [
         f"# {escaped(base.name.rpartition('/')[2])} in {scheme}\n\n{_describe(base, scheme)}",
         f"## Use it\n\n{_transformers(family, scheme)}\n\n{_vllm(scheme, config)}",
         f"## How it was made\n\n{_making(provenance)}",
-        f"## Results\n\n{_results(results)}",
+        f"## Results\n\n{_results(results, pictured)}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
 
@@ -139,11 +143,16 @@ def _describe(base: BaseModel, scheme: Scheme) -> str:
     weights = "not quantized"
     if scheme.quantizes_weights:
         span = f"{scheme.group_size} input columns of an output row" if scheme.group_size else "output row"
+        if scheme.block_rows > 1:
+            span = f"block of {scheme.block_rows} output rows and {scheme.group_size} input columns"
         kind = "symmetric" if scheme.symmetric else "asymmetric"
-        weights = f"{scheme.weight_bits}-bit integers, {kind}, one scale per {span}"
+        weights = f"{_numbers(scheme.weight_grid)}, {kind}, one scale{SCALES[scheme.scales]} per {span}"
     activations = "not quantized"
     if scheme.quantizes_activations:
-        activations = f"{scheme.activation_bits}-bit integers, symmetric, one dynamic scale per token"
+        span = f"{scheme.activation_group} channels of a token" if scheme.activation_group else "token"
+        activations = (
+            f"{_numbers(scheme.activation_grid)}, symmetric, one dynamic scale{SCALES[scheme.scales]} per {span}"
+        )
     named = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else escaped(base.name)
     if base.stated:
         named += f" (whose card names [{base.stated}](https://huggingface.co/{base.stated}) as its base model)"
@@ -155,13 +164,18 @@ def _describe(base: BaseModel, scheme: Scheme) -> str:
     )
 
 
+def _numbers(grid: Grid) -> str:
+    return f"{grid.bits}-bit floats ({grid.name})" if isinstance(grid, Floats) else f"{grid}-bit integers"
+
+
 def _transformers(family: Family | None, scheme: Scheme) -> str:
     example = _IMAGE_EXAMPLE if family is not None and "image" in family.modalities else _TEXT_EXAMPLE
     model_class = family.model_class if family is not None else "AutoModelForCausalLM"
+    dtype = "auto" if scheme.scales == "dtype" else "bfloat16"  # what transformers unpacks floats of few bits to
     activations = "quantizes activations on the way" if scheme.quantizes_activations else "leaves activations alone"
     torchvision = " and `torchvision`" if example is _IMAGE_EXAMPLE else ""
     return (
-        f"```python\n{example.format(folder=FOLDER, model_class=model_class)}\n```\n\n"
+        f"```python\n{example.format(folder=FOLDER, model_class=model_class, dtype=dtype)}\n```\n\n"
         f"transformers needs the packages `compressed-tensors`{torchvision}. It dequantizes the weights when it loads them "
         f"and {activations}: an exact simulation of the scheme, no faster and no smaller in memory than the source."
     )
@@ -174,12 +188,14 @@ def _vllm(scheme: Scheme, config: Mapping[str, Any]) -> str:
         return f"Simulation only: no server is known to run {scheme}."
     if config.get("model_type") == "qwen2_5_omni_thinker":
         return "vLLM takes full Omni checkpoints only; this one holds an Omni model's thinker alone."
-    default = next(row for row in serving(scheme) if row.server == VLLM and row.hardware == HOPPER)
+    default = next(row for row in serving(scheme) if row.server == VLLM and row.hardware == best.hardware)
     command = serve_command(FOLDER, best.switch)
-    facts = [f"With {VLLM} or later on a GPU such as {HOPPER}, this multiplies {best.computes}."]
+    facts = [f"With {VLLM} or later on a GPU such as {best.hardware}, this multiplies {best.computes}."]
     if best.verdict != "serves":
         facts = [f"Whether {VLLM} runs {scheme} was not seen: {best.note}."]
-    elif best.switch and default.verdict == "differs":
+    elif best.evidence == "read":
+        facts.append("So its source says; it was not run.")
+    if best.verdict == "serves" and best.switch and default.verdict == "differs":
         facts.append(f"Without `{best.switch}` the server answers too, but multiplies {default.computes}.")
     facts.append("`onptq plan` lists other hardware; the page *Serving* of OnPTQ's documentation has tuned settings.")
     return f"```bash\n{command}\n```\n\n" + " ".join(facts)
@@ -235,7 +251,7 @@ def _calibration(calibration: Calibration | None) -> str:
     )
 
 
-def _results(results: Results | None) -> str:
+def _results(results: Results | None, pictured: bool) -> str:
     unmeasured = "Not measured: accuracy on any task, speed, memory in use, safety."
     limit = "Single answers can change even where averages do not: compare on your own data."
     if results is None:
@@ -249,7 +265,8 @@ def _results(results: Results | None) -> str:
         f"{results.held_out} ({results.states:,} states). In brackets: {results.confidence:.0%} bootstrap intervals over "
         "prompts."
     )
-    return "\n".join(lines) + f"\n\n{explained}\n\n{unmeasured} {limit}"
+    shown = f"\n\n![KL to the source, with intervals]({PICTURE})" if pictured else ""
+    return "\n".join(lines) + f"{shown}\n\n{explained}\n\n{unmeasured} {limit}"
 
 
 def _figure(estimate: Estimate | None) -> str:

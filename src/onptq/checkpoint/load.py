@@ -25,6 +25,7 @@ from onptq.models.language_model import LanguageModel
 from onptq.quantizer.policy import Policy
 from onptq.schemes import Scheme
 
+TENSOR_SCALE = "_global_scale"  # end of the name of what stays in float32
 QUANTIZED = (".weight_scale", ".weight_packed")  # tensors that only a quantized linear has
 _DECODER_LINEAR = re.compile(r"(?:.*\.)?(layers\.\d+\.(?:self_attn|mlp)\.\w+)")
 
@@ -146,12 +147,17 @@ def dense_patterns(checkpoint: Checkpoint, family: Family) -> list[str]:
 
 
 def _unpack(model: Any, dtype: torch.dtype) -> None:
-    """Unpack the weights in `dtype`. transformers 5.17 leaves renamed tensors in the dtype they are stored in, and a full
-    Omni model never calls the hook on the top module's forward that would unpack them later."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
+    """Unpack the weights in `dtype`; floats of few bits by way of bfloat16, in which their products are exact.
+
+    transformers 5.17 leaves renamed tensors in the dtype they are stored in, and a full Omni model never calls the hook on
+    the top module's forward that would unpack them later."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not name.endswith(TENSOR_SCALE):
             parameter.data = parameter.data.to(dtype)
     model.hf_quantizer.compressor.decompress_model(model=model)
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            module.weight.data = module.weight.data.to(dtype)
     try:
         from compressed_tensors.offload import remove_dispatch
     except ImportError:  # older releases pin nothing

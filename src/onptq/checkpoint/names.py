@@ -17,7 +17,7 @@ LINEARS = tuple(".".join(path) for path in structure.LINEARS.values())  # "self_
 LAYERS = 1000  # that a model may have, however few tensors are there
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 _DEPTHS = ("num_hidden_layers", "depth", "encoder_layers")  # of the language model and its towers
-_QUERY = re.compile(r"((?:.*\.)?)layers\.(\d+)\.self_attn\.q_proj\.weight")
+_QUERY = re.compile(r"((?:.*\.)?)layers\.(\d+)\.self_attn\.(?:q|qkv)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,19 @@ class Decoder:
 
     prefix: str
     layers: int
+    own: tuple[str, ...] = ()  # linears of a class that has others than the usual seven, relative to the decoder
 
     @property
     def linears(self) -> tuple[str, ...]:
         """Names relative to the decoder, in layer order."""
-        return tuple(f"layers.{layer}.{name}" for layer in range(self.layers) for name in LINEARS)
+        return self.own or tuple(f"layers.{layer}.{name}" for layer in range(self.layers) for name in LINEARS)
 
 
-def find_decoder(names: Collection[str], excluded: Sequence[str]) -> Decoder:
+def find_decoder(names: Collection[str], excluded: Sequence[str], own: tuple[str, ...] = ()) -> Decoder:
     """The one stack of layers that holds all seven linears and lies in no tower and no other model.
 
     `names` are tensor names of a checkpoint or parameter names of a model; `excluded` are `re:` patterns or name
-    prefixes.
+    prefixes; `own` are the linears of a class that has others, relative to its decoder.
     """
     names = names if isinstance(names, (set, frozenset, dict)) else set(names)
     stacks: dict[str, set[int]] = defaultdict(set)
@@ -45,9 +46,9 @@ def find_decoder(names: Collection[str], excluded: Sequence[str]) -> Decoder:
         match = _QUERY.fullmatch(name)
         if match and not any(matches(name, pattern) for pattern in excluded):
             stacks[match[1]].add(int(match[2]))
-    complete = {prefix: layers for prefix, layers in stacks.items() if _is_complete(names, prefix, layers)}
+    complete = {prefix: layers for prefix, layers in stacks.items() if _is_complete(names, prefix, layers, own)}
     if len(complete) != 1:
-        missing = [] if complete or len(stacks) != 1 else _missing(names, *next(iter(stacks.items())))
+        missing = [] if complete or len(stacks) != 1 else _missing(names, *next(iter(stacks.items())), own)
         if missing:
             raise OnPTQError(f"the weights lack {len(missing)} tensors of the language model, e.g. {missing[0]}")
         candidates = ", ".join(f"{prefix}layers.*" for prefix in sorted(complete or stacks)) or "none"
@@ -57,7 +58,7 @@ def find_decoder(names: Collection[str], excluded: Sequence[str]) -> Decoder:
             f"{', '.join(LINEARS)}; candidates: {candidates}"
         )
     prefix, layers = complete.popitem()
-    return Decoder(prefix, len(layers))
+    return Decoder(prefix, len(layers), own)
 
 
 def storage_dtype(checkpoint: Checkpoint, decoder: Decoder) -> str:
@@ -85,6 +86,8 @@ def matches(name: str, pattern: str) -> bool:
 def disagreements(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], decoder: Decoder) -> list[str]:
     """A sentence on every dense tensor of the decoder whose shape is not the one that config.json gives."""
     text = text_config(config)
+    if decoder.own:
+        return []  # layers of other sizes than config.json has names for; the class itself checks them when it loads
     wrong = [
         f"config.json says {name} is {text[name]!r}" for name in _SIZES if name in text and not _is_size(text[name])
     ]
@@ -125,10 +128,11 @@ def _shapes(text: Mapping[str, Any], layers: int) -> Iterator[tuple[str, tuple[i
             yield f"layers.{layer}.{name}", shape
 
 
-def _is_complete(names: Collection[str], prefix: str, layers: set[int]) -> bool:
-    return layers == set(range(len(layers))) and not _missing(names, prefix, layers)
+def _is_complete(names: Collection[str], prefix: str, layers: set[int], own: Sequence[str]) -> bool:
+    return layers == set(range(len(layers))) and not _missing(names, prefix, layers, own)
 
 
-def _missing(names: Collection[str], prefix: str, layers: set[int]) -> list[str]:
-    expected = (f"{prefix}layers.{layer}.{name}.weight" for layer in sorted(layers) for name in LINEARS)
+def _missing(names: Collection[str], prefix: str, layers: set[int], own: Sequence[str]) -> list[str]:
+    linears = own or [f"layers.{layer}.{name}" for layer in sorted(layers) for name in LINEARS]
+    expected = (f"{prefix}{name}.weight" for name in linears)
     return [name for name in expected if name not in names]

@@ -8,9 +8,10 @@ from typing import Any
 
 from onptq.checkpoint.folder import StoredTensor
 from onptq.errors import OnPTQError
-from onptq.schemes import UNQUANTIZED_BITS, Scheme
+from onptq.schemes import NAMED, UNQUANTIZED_BITS, Floats, Grid, Scheme
 
 COMPRESSED = "compressed-tensors"
+GROUPED = {"dtype": "group", "E4M3": "tensor_group", "E8M0": "group"}  # strategies of groups, by how scales are stored
 
 
 @dataclass(frozen=True)
@@ -19,18 +20,45 @@ class Numbers:
 
     bits: int
     type: str = "int"
-    strategy: str | None = None  # tensor, channel, group, block, token
+    strategy: str | None = None  # tensor, channel, group, tensor_group, block, token
     group_size: int | None = None
     block: tuple[int, int] | None = None
     symmetric: bool = True
     dynamic: bool = False
 
     def __str__(self) -> str:
-        span = {"group": f"groups of {self.group_size}", "block": f"blocks of {self.block}"}.get(
-            self.strategy or "", f"per {self.strategy}" if self.strategy else "unknown strategy"
-        )
+        span = {
+            "group": f"groups of {self.group_size}",
+            "tensor_group": f"groups of {self.group_size} in a tensor",
+            "block": f"blocks of {self.block}",
+        }.get(self.strategy or "", f"per {self.strategy}" if self.strategy else "unknown strategy")
         kind = "symmetric" if self.symmetric else "asymmetric"
         return f"{self.bits}-bit {self.type}, {span}, {kind}{', dynamic' if self.dynamic else ''}"
+
+
+def weight_numbers(scheme: Scheme) -> Numbers | None:
+    """The format of a scheme's weights; None where they are not quantized."""
+    if not scheme.quantizes_weights:
+        return None
+    bits, kind = _type(scheme.weight_grid)
+    if scheme.block_rows > 1:
+        assert scheme.group_size is not None
+        return Numbers(bits, kind, "block", block=(scheme.block_rows, scheme.group_size))
+    strategy = GROUPED[scheme.scales] if scheme.group_size else "channel"
+    return Numbers(bits, kind, strategy, scheme.group_size, symmetric=scheme.symmetric)
+
+
+def activation_numbers(scheme: Scheme) -> Numbers | None:
+    """The format of a scheme's activations; None where they are not quantized."""
+    if not scheme.quantizes_activations:
+        return None
+    bits, kind = _type(scheme.activation_grid)
+    strategy = GROUPED[scheme.scales] if scheme.activation_group else "token"
+    return Numbers(bits, kind, strategy, scheme.activation_group, dynamic=True)
+
+
+def _type(grid: Grid) -> tuple[int, str]:
+    return (grid.bits, "float") if isinstance(grid, Floats) else (grid, "int")
 
 
 @dataclass(frozen=True)
@@ -61,10 +89,13 @@ class Quantization:
 
     @property
     def scheme(self) -> Scheme | None:
-        """As OnPTQ would name it; None for several groups or anything that is not plain integers."""
+        """As OnPTQ would name it; None for several groups and for formats that OnPTQ does not write."""
         if len(self.groups) != 1 or (weights := self.groups[0].weights) is None:
             return None
         acts = self.groups[0].activations
+        for named in NAMED.values():
+            if (weights, acts) == (weight_numbers(named), activation_numbers(named)):
+                return named
         plain = weights.type == "int" and (acts is None or (acts.type == "int" and acts.dynamic and acts.symmetric))
         if not plain or weights.strategy not in {"channel", "group"}:
             return None

@@ -14,7 +14,7 @@ from onptq.schemes import Scheme
 
 VLLM, TRANSFORMERS = "vLLM 0.32", "transformers 5.22"
 
-# serves: computes the scheme on integers. simulates: computes its values, in 16 or 32 bits. differs: answers, but computes
+# serves: computes the scheme on its own numbers. simulates: computes its values, in 16 or 32 bits. differs: answers, but computes
 # another scheme. doubtful: nobody has seen it work. refuses: does not load or does not run.
 Verdict = Literal["serves", "simulates", "differs", "doubtful", "refuses"]
 
@@ -137,11 +137,97 @@ _W8A16 = (
     _vllm(CPU, "refuses", None, "nothing", "run", note="no kernel for 8-bit weights with 16-bit activations"),
 )
 
-TABLE: Mapping[tuple[int, int], tuple[Served, ...]] = {
-    (4, 16): _W4A16,
-    (4, 8): _W4A8,
-    (8, 8): _W8A8,
-    (8, 16): _W8A16,
+_NO_FP8 = "no GEMMs of E4M3 before Ada: the activations stay in 16 bits"
+_WIDTH_32 = "outputs must be a multiple of 32"
+
+_FP8 = (
+    _vllm(AMPERE, "differs", "Humming", "E4M3 x 16-bit", "read", note=_NO_FP8),
+    _vllm(ADA, "serves", "CutlassFP8", "E4M3 x E4M3", "read"),
+    _vllm(HOPPER, "serves", "CutlassFP8", "E4M3 x E4M3", "read"),
+    _vllm(BLACKWELL, "serves", "CutlassFP8", "E4M3 x E4M3", "read"),
+    _vllm(CPU, "doubtful", None, "unknown", "untested", note="its kernel for FP8 needs AMX"),
+    _vllm(CPU_AMX, "serves", "CPUFP8W8A8", "E4M3 x E4M3", "read", note=_WIDTH_32),
+)
+
+_FP8_BLOCK = (
+    _vllm(AMPERE, "differs", "Humming", "E4M3 x 16-bit", "read", note=_NO_FP8),
+    _vllm(ADA, "differs", "Marlin", "E4M3 x 16-bit", "read", note="GEMMs of blocks begin with Hopper"),
+    _vllm(HOPPER, "serves", "DeepGEMM or CutlassFp8Block", "E4M3 x E4M3", "read"),
+    _vllm(BLACKWELL, "serves", "DeepGEMM or CutlassFp8Block", "E4M3 x E4M3", "read"),
+    _vllm(CPU, "doubtful", None, "unknown", "untested", note="its kernels for FP8 need AMX"),
+    _vllm(CPU_AMX, "serves", "CPUFp8W8A8Block", "E4M3 x E4M3", "read", note=_WIDTH_32),
+)
+
+_HOPPER_ONLY = "no compressed-tensors scheme matches but on Hopper"
+
+_W4AFP8 = (
+    _vllm(AMPERE, "refuses", None, "nothing", "read", note=_HOPPER_ONLY),
+    _vllm(ADA, "refuses", None, "nothing", "read", note=_HOPPER_ONLY),
+    _vllm(
+        HOPPER,
+        "serves",
+        "CutlassW4A8",
+        "int4 x E4M3",
+        "read",
+        note="widths must be multiples of 128; rounds the scales of groups to E4M3, which the simulation does not",
+    ),
+    _vllm(BLACKWELL, "refuses", None, "nothing", "read", note=_HOPPER_ONLY),
+    _vllm(CPU, "refuses", None, "nothing", "read", note=_HOPPER_ONLY),
+)
+
+_NO_CPU = _vllm(CPU, "refuses", None, "nothing", "read", note="no kernel on CPUs")
+EMULATION = f"{SWITCH} emulation"
+
+
+def _weight_only(hardware: str, kernel: str, computes: str) -> Served:
+    """A row of a scheme whose activations need Blackwell."""
+    return _vllm(
+        hardware,
+        "differs",
+        kernel,
+        computes,
+        "read",
+        note="its GEMMs begin with Blackwell: activations stay in 16 bits",
+    )
+
+
+_NVFP4A16 = (
+    *(_vllm(gpu, "serves", "Marlin", "E2M1 x 16-bit", "read") for gpu in (AMPERE, ADA, HOPPER)),
+    _vllm(BLACKWELL, "serves", "FlashInfer CuTe-DSL or Marlin", "E2M1 x 16-bit", "read"),
+    _NO_CPU,
+)
+
+_NVFP4 = (
+    *(_weight_only(gpu, "Marlin", "E2M1 x 16-bit") for gpu in (AMPERE, ADA, HOPPER)),
+    _vllm(HOPPER, "simulates", "Emulation", "rounded values, unpacked", "read", switch=EMULATION),
+    _vllm(BLACKWELL, "serves", "FlashInfer or CutlassNvFp4", "E2M1 x E2M1", "read"),
+    _NO_CPU,
+)
+
+_MXFP4 = (
+    *(_weight_only(gpu, "Marlin", "E2M1 x 16-bit") for gpu in (AMPERE, ADA, HOPPER)),
+    _vllm(BLACKWELL, "serves", "FlashInfer", "E2M1 x E2M1", "read"),
+    _NO_CPU,
+)
+
+_MXFP8 = (
+    *(_weight_only(gpu, "Marlin", "E4M3 x 16-bit") for gpu in (AMPERE, ADA, HOPPER)),
+    _vllm(BLACKWELL, "serves", "FlashInfer", "E4M3 x E4M3", "read"),
+    _NO_CPU,
+)
+
+TABLE: Mapping[str, tuple[Served, ...]] = {
+    "W4A16": _W4A16,
+    "W4A8": _W4A8,
+    "W8A8": _W8A8,
+    "W8A16": _W8A16,
+    "FP8": _FP8,
+    "FP8-block": _FP8_BLOCK,
+    "W4AFP8": _W4AFP8,
+    "NVFP4A16": _NVFP4A16,
+    "NVFP4": _NVFP4,
+    "MXFP4": _MXFP4,
+    "MXFP8": _MXFP8,
 }
 
 # Group sizes each kernel lists, beside one scale per row. The CPU's kernel takes any even size.
@@ -153,7 +239,7 @@ def serving(scheme: Scheme) -> list[Served]:
     """Every way that is known to load a checkpoint of the scheme as OnPTQ writes it, transformers first."""
     if scheme.simulated:
         return [_simulation(), _unserved(scheme)]
-    rows = TABLE[scheme.weight_bits, scheme.activation_bits]
+    rows = TABLE[scheme.kind]
     return [_simulation(), *(_fitted(row, scheme) for row in rows)]
 
 
@@ -161,7 +247,7 @@ def recommended(scheme: Scheme) -> Served | None:
     """The best known way to serve the scheme with vLLM on a recent GPU; None where only a simulation exists."""
     if scheme.simulated:
         return None
-    rows = [row for row in serving(scheme) if row.server == VLLM and row.hardware == HOPPER]
+    rows = [row for gpu in (HOPPER, BLACKWELL) for row in serving(scheme) if (row.server, row.hardware) == (VLLM, gpu)]
     return next((row for row in rows if row.verdict == "serves"), rows[0])
 
 
@@ -175,7 +261,7 @@ def _simulation() -> Served:
 
 
 def _unserved(scheme: Scheme) -> Served:
-    if (scheme.weight_bits, scheme.activation_bits) == (4, 6):
+    if scheme.kind == "W4A6":
         return _vllm(
             "any", "refuses", None, "nothing", "run", note="no compressed-tensors scheme matches: simulation only"
         )
@@ -184,7 +270,7 @@ def _unserved(scheme: Scheme) -> Served:
 
 def _fitted(row: Served, scheme: Scheme) -> Served:
     """A row of one symmetric scale per row, for groups and zero points: only what the kernel's own lists say."""
-    if scheme.group_size is None and scheme.symmetric:
+    if str(scheme) == scheme.kind:
         return row
     kernel = row.kernel or ""
     unlisted = []
@@ -195,5 +281,6 @@ def _fitted(row: Served, scheme: Scheme) -> Served:
     if unlisted:
         note = f"{kernel} does not list {' or '.join(unlisted)}; another kernel may take it"
         return replace(row, verdict="doubtful", computes="unknown", evidence="read", note=note)
-    ran = row.evidence == "run" and scheme.group_size in (None, 128) and row.hardware in (CPU, CPU_AMX)
+    tried = scheme.group_size in (None, 128) and not scheme.quantizes_activations
+    ran = row.evidence == "run" and tried and row.hardware in (CPU, CPU_AMX)
     return row if ran else replace(row, evidence="read")

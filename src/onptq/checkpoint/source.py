@@ -83,7 +83,9 @@ class Source:
     def storage(self) -> torch.dtype:
         """The dtype of the language model's linears on disk, which folded gains and scales are rounded to."""
         checkpoint = self.checkpoint.require_whole()
-        decoder = find_decoder(checkpoint.tensors, (*self.family.ignore, *self.family.other_models))
+        decoder = find_decoder(
+            checkpoint.tensors, (*self.family.ignore, *self.family.other_models), self.family.linears
+        )
         return STORED[storage_dtype(checkpoint, decoder)]
 
 
@@ -139,7 +141,7 @@ def choose_dtype(dtype: str, device: torch.device, note: Callable[[str], None] =
 
 def _source(name: str, folder: Path) -> Source:
     checkpoint = read_folder(folder)
-    source = Source(name, folder, checkpoint.config, family_of(checkpoint.config))
+    source = Source(name, folder, checkpoint.config, family_of(checkpoint.config, checkpoint.tensors))
     source.__dict__["checkpoint"] = checkpoint
     return source
 

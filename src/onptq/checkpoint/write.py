@@ -17,20 +17,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onptq.checkpoint.card import write_card
+from onptq.checkpoint.card import PICTURE, write_card
 from onptq.checkpoint.companions import STAGED_CONFIG, companion_bytes, copy_companions, reported, staged, write_text
 from onptq.checkpoint.folder import BITS, DTYPES, Checkpoint, StoredTensor, open_source
 from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches, storage_dtype
 from onptq.checkpoint.provenance import Provenance, Results
+from onptq.checkpoint.quantization import Numbers, activation_numbers, weight_numbers
 from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
 from onptq.errors import OnPTQError
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
+from onptq.quantizer.numerics import product_dtype
 from onptq.schemes import Scheme
 
 HEAD = "re:.*lm_head"
 # compressed-tensors 0.17 (vLLM's) fills each int32 with whole codes and pads it; 0.20 lets codes straddle two words.
 # They agree only on widths that divide 32; every other width is stored one code a byte, which all versions read alike.
 PACKABLE_BITS = (2, 4, 8)
+FLOAT_FORMATS = {
+    (8, "dtype"): "float-quantized",
+    (4, "E4M3"): "nvfp4-pack-quantized",
+    (4, "E8M0"): "mxfp4-pack-quantized",
+    (8, "E8M0"): "mxfp8-quantized",
+}
+E8M0_BIAS = 126  # of the exponent that frexp gives: one more than that of a power of two
+SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": torch.uint8}
 PACKED_ROWS = 128
 
 logger = logging.getLogger(__name__)
@@ -44,8 +54,10 @@ def write_checkpoint(
     *,
     ignore: Sequence[str],
     other_models: Sequence[str] = (),
+    linears: tuple[str, ...] = (),
     provenance: Provenance | None = None,
     results: Results | None = None,
+    picture: str | None = None,
     name: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -53,14 +65,14 @@ def write_checkpoint(
 
     Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"). Each item is packed, written and freed
     before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading. Either
-    the whole checkpoint appears in `out` or none of it. `provenance`, `results` and the source's `name` are for the
-    model card.
+    the whole checkpoint appears in `out` or none of it. `provenance`, `results`, their `picture` as an SVG and the
+    source's `name` are for the model card.
     """
     check_apart(source, out)
-    checkpoint, decoder = check_exportable(source, (*ignore, *other_models))
+    checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
     patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
     config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns))
-    card = write_card(source, checkpoint.config, scheme, provenance, results, name)
+    card = write_card(source, checkpoint.config, scheme, provenance, results, name, pictured=picture is not None)
     room = header_room(_output_names(checkpoint, decoder))
     needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
     with staged(out, needed) as stage, ShardWriter(stage, room, max_shard_bytes) as shards:
@@ -82,6 +94,8 @@ def write_checkpoint(
             shards.close()
             copy_companions(source, stage)
             write_text(stage / "README.md", card)
+            if picture is not None:
+                write_text(stage / PICTURE, picture)
             write_text(stage / STAGED_CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -90,6 +104,8 @@ def storage_format(scheme: Scheme) -> str:
     packing means the same to every reader."""
     if not scheme.quantizes_weights:
         return "dense"
+    if scheme.weight_floats is not None:
+        return FLOAT_FORMATS[scheme.weight_bits, scheme.scales]
     int8_kernel = scheme.weight_bits == 8 and scheme.quantizes_activations
     return "int-quantized" if int8_kernel or scheme.weight_bits not in PACKABLE_BITS else "pack-quantized"
 
@@ -102,11 +118,9 @@ def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]
     if not (scheme.quantizes_weights or scheme.quantizes_activations):
         return None
     group: dict[str, Any] = {"targets": ["Linear"], "weights": None, "input_activations": None}
-    if scheme.quantizes_weights:
-        strategy = "group" if scheme.group_size else "channel"
-        group["weights"] = _args(scheme.weight_bits, scheme.symmetric, strategy, scheme.group_size, dynamic=False)
-    if scheme.quantizes_activations:
-        group["input_activations"] = _args(scheme.activation_bits, True, "token", None, dynamic=True)
+    for side, numbers in (("weights", weight_numbers(scheme)), ("input_activations", activation_numbers(scheme))):
+        if numbers is not None:
+            group[side] = _args(numbers, scheme.scales, static=side == "input_activations" and scheme.scales_inputs)
     group["format"] = storage_format(scheme)
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
@@ -129,7 +143,9 @@ def compress_linear(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
     if not scheme.quantizes_weights:
         return {"weight": linear.codes * linear.scale.to(linear.codes.dtype)}
     bits = scheme.weight_bits
-    if storage_format(scheme) == "int-quantized":
+    if scheme.scales != "dtype":
+        return _compress_floats(linear, scheme)
+    if storage_format(scheme) in ("int-quantized", "float-quantized"):
         tensors = {"weight": linear.codes, "weight_scale": linear.scale}
         return tensors if linear.zero is None else tensors | {"weight_zero_point": linear.zero}
     tensors = {
@@ -140,6 +156,26 @@ def compress_linear(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
     if linear.zero is not None:
         tensors["weight_zero_point"] = pack_to_int32(linear.zero, bits, packed_dim=0)
     return tensors
+
+
+def _compress_floats(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
+    """Codes of floats whose scales have few bits themselves."""
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+
+    codes = (
+        {"weight_packed": pack_fp4_to_uint8(linear.codes.float())}
+        if scheme.weight_bits == 4
+        else {"weight": linear.codes}
+    )
+    if scheme.scales == "E8M0":
+        return codes | {"weight_scale": (torch.frexp(linear.scale).exponent + E8M0_BIAS).to(torch.uint8)}
+    assert linear.tensor_scale is not None
+    common = linear.tensor_scale.reshape(1)
+    tensors = codes | {
+        "weight_scale": (linear.scale * common).to(torch.float8_e4m3fn),
+        "weight_global_scale": common,
+    }
+    return tensors | ({} if linear.input_scale is None else {"input_global_scale": linear.input_scale.reshape(1)})
 
 
 def _pack_rows(codes: Tensor, bits: int) -> Tensor:
@@ -153,15 +189,21 @@ def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _args(bits: int, symmetric: bool, strategy: str, group_size: int | None, *, dynamic: bool) -> dict[str, Any]:
+def _args(numbers: Numbers, scales: str, *, static: bool) -> dict[str, Any]:
+    """`static`: only the scales of groups are dynamic, the tensor's is not."""
+    more: dict[str, Any] = {"block_structure": list(numbers.block)} if numbers.block else {}
+    if scales in SCALE_DTYPES:
+        more |= dict.fromkeys(("scale_dtype", "zp_dtype"), str(SCALE_DTYPES[scales]))
+    if static:
+        more["dynamic"] = "local"
     return {
-        "num_bits": bits,
-        "type": "int",
-        "symmetric": symmetric,
-        "strategy": strategy,
-        "group_size": group_size,
-        "dynamic": dynamic,
-    }
+        "num_bits": numbers.bits,
+        "type": numbers.type,
+        "symmetric": numbers.symmetric,
+        "strategy": numbers.strategy,
+        "group_size": numbers.group_size,
+        "dynamic": numbers.dynamic,
+    } | more
 
 
 def _replacement(
@@ -201,10 +243,10 @@ def _check_linear(key: str, linear: FoldedLinear, weight: StoredTensor, scheme: 
         raise OnPTQError(
             f"{key} has {inputs} input columns, which groups of {columns} do not divide; choose another -gN"
         )
-    groups = (outputs, inputs // columns)
+    groups = scheme.scale_shape(outputs, inputs)
     _check(
-        tuple(linear.scale.shape) == groups and linear.scale.dtype == dtype,
-        f"scale of {key} ({dtype})",
+        tuple(linear.scale.shape) == groups and linear.scale.dtype == product_dtype(scheme, dtype),
+        f"scale of {key} ({product_dtype(scheme, dtype)})",
         groups,
         linear.scale,
     )
@@ -216,6 +258,11 @@ def _check_linear(key: str, linear: FoldedLinear, weight: StoredTensor, scheme: 
         )
     if not scheme.quantizes_weights:
         _check(linear.codes.dtype == dtype, f"dense weight of {key} ({dtype})", weight.shape, linear.codes)
+        return
+    if scheme.weight_floats is not None:
+        _check(linear.codes.dtype == torch.float8_e4m3fn, f"codes of {key} (E4M3)", weight.shape, linear.codes.float())
+        if scheme.scales_inputs and linear.input_scale is None:
+            raise OnPTQError(f"{key}: {scheme} fixes a scale of the input, and theta has none")
         return
     low, high = -(2 ** (scheme.weight_bits - 1)), 2 ** (scheme.weight_bits - 1) - 1
     for tensor, shape in ((linear.codes, weight.shape), (linear.zero, groups)):
@@ -231,13 +278,16 @@ def _check(holds: bool, what: str, shape: tuple[int, ...], got: Tensor) -> None:
         raise OnPTQError(f"{what}: expected shape {list(shape)}, got {got.dtype} {list(got.shape)}{extremes}")
 
 
-def check_exportable(source: Path, excluded: Sequence[str]) -> tuple[Checkpoint, Decoder]:
+def check_exportable(
+    source: Path, excluded: Sequence[str], linears: tuple[str, ...] = ()
+) -> tuple[Checkpoint, Decoder]:
     """Open `source` and refuse what could not be exported. Reads headers only, so a run can begin with it.
 
-    `excluded` are the patterns and prefixes of towers, head and other models.
+    `excluded` are the patterns and prefixes of towers, head and other models; `linears` are a class's own, as `find_decoder`
+    takes them.
     """
     checkpoint = open_source(source)
-    decoder = find_decoder(checkpoint.tensors, excluded)
+    decoder = find_decoder(checkpoint.tensors, excluded, linears)
     storage_dtype(checkpoint, decoder)
     _check_seven(checkpoint, decoder)
     _check_shapes(checkpoint, decoder)
@@ -249,7 +299,9 @@ def check_groups(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> No
     for name in decoder.linears if scheme.group_size else ():
         columns = checkpoint.tensors[f"{decoder.prefix}{name}.weight"].shape[1]
         if columns % (scheme.group_size or columns):
-            raise OnPTQError(f"{name} has {columns} input columns, which groups of {scheme.group_size} do not divide")
+            raise OnPTQError(
+                f"{scheme}: {name} has {columns} input columns, which groups of {scheme.group_size} do not divide"
+            )
 
 
 def _check_seven(checkpoint: Checkpoint, decoder: Decoder) -> None:
@@ -313,7 +365,10 @@ def _with_quantization(config: dict[str, Any], quantization: dict[str, Any] | No
 
 def _output_names(checkpoint: Checkpoint, decoder: Decoder) -> list[str]:
     """Every name that may be written; a linear has some of its parts only."""
-    parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+    parts = (
+        *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
+        *("weight_global_scale", "input_global_scale"),
+    )
     return [*checkpoint.tensors, *(f"{decoder.prefix}{name}.{part}" for name in decoder.linears for part in parts)]
 
 
@@ -321,13 +376,14 @@ def output_bytes(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> in
     total = checkpoint.weight_bytes
     if not scheme.quantizes_weights:
         return total
-    bits = scheme.weight_bits if storage_format(scheme) == "pack-quantized" else 8
+    bits = scheme.weight_bits if "pack-quantized" in storage_format(scheme) else 8
+    scale_bytes = None if scheme.scales == "dtype" else 1
+    tensor_scales = 4 * ((scheme.scales == "E4M3") + scheme.scales_inputs)
     for name in decoder.linears:
         weight = checkpoint.tensors[f"{decoder.prefix}{name}.weight"]
         outputs, inputs = weight.shape
         itemsize = BITS[weight.dtype] // 8
-        groups = outputs * math.ceil(inputs / (scheme.group_size or inputs))
-        total += (
-            math.ceil(weight.numel * bits / 8) + groups * (itemsize + (not scheme.symmetric)) - weight.numel * itemsize
-        )
+        groups = math.prod(scheme.scale_shape(outputs, inputs))
+        total += math.ceil(weight.numel * bits / 8) - weight.numel * itemsize + tensor_scales
+        total += groups * ((scale_bytes or itemsize) + (not scheme.symmetric))
     return total

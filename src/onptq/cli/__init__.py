@@ -11,11 +11,13 @@ import typer
 from typer.core import TyperGroup
 
 from onptq.cli import compare, data, diff, evaluate, inspect, list, plan, quantize, recipe, report, verify, view, zoo
-from onptq.errors import OnPTQError, printable
+from onptq.errors import OnPTQError, RaisedElsewhereError, printable
+from onptq.ranks import is_first, started
 
 GROUP = "onptq.commands"  # entry points by which other packages add commands: a function each, as typer takes it
 ELSEWHERE = {"bench": "onptq-vllm", "tune": "onptq-vllm"}  # the package that has a command
 RESUMED = ("quantize", "compare", "diff", "eval")  # the same command goes on where a killed one was
+SHARED = "quantize"  # the command that several processes work on
 KEPT = "finished steps are kept, the same command continues the run"
 SCARCE = {  # limits of a machine or a shell
     errno.EMFILE: "too many open files: raise the limit (`ulimit -n`)",
@@ -46,6 +48,8 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except RaisedElsewhereError:
+            raise typer.Exit(2) from None
         except OnPTQError as error:
             _complain(f"error: {error}")
             raise typer.Exit(2) from None
@@ -92,11 +96,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    if started() > 1 and context.invoked_subcommand != SHARED:
+        shown = OnPTQError if is_first() else RaisedElsewhereError
+        raise shown(f"torchrun started {started()} processes, and only `onptq {SHARED}` shares its work among them")
 
 
 app.command("quantize")(quantize.quantize)

@@ -75,6 +75,14 @@ def plan(
             help="GPU to plan for by its data sheet, instead of this machine: a100-40g, h100-80g, l4-24g, ..."
         ),
     ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs, with a process each: torchrun --nproc-per-node N.")] = 1,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="GiB of each GPU: what is free of --gpu, or else the slowest GPU that is sold with so much is planned for.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder that the checkpoint would be written to: is it usable, is there room?")
     ] = None,
@@ -106,6 +114,7 @@ def plan(
     from onptq.plan.machine import machine_with
     from onptq.plan.planning import make_plan
 
+    there = None if gpu is None and gpu_memory is None else machine_with(gpu, resolved.compute, gpu_memory, gpus)
     prompts: Path | list[Prompt] | None = calibration
     held_out: Path | list[Prompt] | None = holdout
     with Console(stderr=True).status("reading the model and measuring the machine"):
@@ -120,7 +129,8 @@ def plan(
             on_bad_prompt=on_bad_prompt,
             prompt_tokens=prompt_tokens,
             out=out,
-            machine=None if gpu is None else machine_with(gpu, resolved.compute),
+            machine=there,
+            gpus=gpus,
         )
     if json:
         typer.echo(json_format.dumps(result.to_json(), indent=2))
@@ -195,7 +205,8 @@ def _print_phases(console: Console, plan: Plan) -> None:
     gpu_peak = (size(max(phase.gpu_bytes for phase in phases)),) if machine.on_gpu else ()
     table.add_row("in all", duration(plan.seconds), *gpu_peak, peak, "", style="bold")
     dtype = str(machine.dtype).removeprefix("torch.")
-    console.print(f"\nOn {machine.name} in {dtype}", style="bold")
+    many = f"{machine.gpus} x " if machine.gpus > 1 else ""
+    console.print(f"\nOn {many}{machine.name} in {dtype}", style="bold")
     console.print(table)
     for text in plan.assumptions:
         console.print(f"- {text}", style="dim")

@@ -27,6 +27,7 @@ from onptq.cli.settings import (
     use_one_thread,
 )
 from onptq.errors import OnPTQError
+from onptq.ranks import is_first
 
 if TYPE_CHECKING:
     from onptq.checkpoint.source import Source
@@ -121,7 +122,8 @@ def quantize(
         from onptq.zoo.materials import draw_calibration
 
         source = find_source(model)
-        check_settings(folder, resolved, None, holdout)
+        if is_first():
+            check_settings(folder, resolved, None, holdout)
         prompts, drawn = draw_calibration(source.family.name, resolved.data, reporter, kind)
         held_out = drawn if holdout is None else holdout
     result = onptq.quantize(
@@ -134,6 +136,8 @@ def quantize(
         reporter=reporter,
         verify=verify,
     )
+    if not is_first():
+        return
     summary = result.summary
     shown = dict(overview(summary, result.path))
     if evaluated:

@@ -29,17 +29,44 @@ def report(
             show_default="page.html beside the results; of several DIRs, in the current folder",
         ),
     ] = None,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Write every picture of the page into FOLDER too, as SVG.", show_default="no"
+        ),
+    ] = None,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the states and responses into a new FOLDER too, as a data set that can be published.",
+            show_default="no",
+        ),
+    ] = None,
+    texts: Annotated[
+        str, typer.Option(metavar="numbers|answers|prompts", help="How much text the data set holds.")
+    ] = "numbers",
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only errors.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON lines.")] = False,
 ) -> None:
     """Write the page that shows where decisions changed, from the files of DIR alone: no model runs."""
-    from onptq.page.make import make
+    from onptq.page.dataset import write_dataset
+    from onptq.page.make import draw, gather, make
+    from onptq.page.places import find
 
     reporter = make_reporter(quiet, json)
     path = make(folders, out)
+    drawn = [] if pictures is None else draw(folders, pictures)
+    if dataset is not None:
+        write_dataset(gather([find(folder) for folder in folders]), dataset, texts)
     if json:
-        reporter.result({"page": str(path), "bytes": path.stat().st_size})
+        written = {"pictures": [str(one) for one in drawn], "dataset": None if dataset is None else str(dataset)}
+        reporter.result({"page": str(path), "bytes": path.stat().st_size, **written})
     elif not quiet:
+        if pictures is not None:
+            typer.echo(f"Pictures: {len(drawn)} in {pictures}")
+        if dataset is not None:
+            typer.echo(f"Data set: {dataset} ({texts})")
         print_page(path)
 
 

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from onptq.checkpoint.catalogs import is_cataloged
 from onptq.errors import OnPTQError
+from onptq.ranks import is_first
+from onptq.schemes import NAMED
 
 if TYPE_CHECKING:
     from onptq.progress import Reporter
     from onptq.recipe import Recipe
 
 ZOO = "zoo:"
-SCHEME_HELP = "W4A16, W8A8, W4A8, W4A6, any WbAb; -gN and -asym with A16."
+SCHEME_HELP = f"W4A16, W8A8, W4A8, W4A6, any WbAb; -gN, and -asym with A16; {', '.join(NAMED)}."
 METHOD_HELP = (
     "onptq; its controls static (gamma 0), uniform (no risk) and offpolicy (the dense model's rollouts); or a base method: "
     "`onptq list methods`."
@@ -43,10 +45,12 @@ def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, 
 
 
 def make_reporter(quiet: bool, json: bool) -> Reporter:
-    from onptq.progress import JsonReporter, QuietReporter, RichReporter
+    from onptq.progress import JsonReporter, QuietReporter, RichReporter, SilentReporter
 
     if quiet and json:
         raise OnPTQError("expected one of --quiet and --json, got both")
+    if not is_first():
+        return SilentReporter()
     return QuietReporter() if quiet else JsonReporter() if json else RichReporter()
 
 

@@ -29,6 +29,7 @@ FARTHEST = math.log(2)  # the largest JS divergence
 # What is seen of branches: rows of the states, both futures' tokens [rows, 2, H], forced ones first, reference before
 # competitor, and the divergence of D behind each of them [rows, H], 0 beyond the common valid horizon.
 Seen = Callable[[Column, Column, Column], None]
+Branched = tuple[Column, Column, Column]  # rows of the states, their A_t and their H_t
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,17 @@ def branch(
     forked = np.ones(len(states), np.bool_) if everywhere else states.candidates
     done = shown = 0
 
-    def branch_batch(index: int) -> int:
+    def show(count: int) -> None:
         nonlocal shown
+        advance(max(0, count - shown))  # a batch that did not fit is branched again, but not counted again
+        shown = max(shown, count)
+
+    def branch_batch(index: int) -> list[Branched]:
         batch, here = prefixes.batches[index], 0
+        results: list[Branched] = []
         forests = _forests(batch, states, forked, horizon)
         if not forests:
-            return 0
+            return []
         response = padded_responses(batch, by_prompt)
         prefix = {one: prefixes.at_response(index, one, response) for one in dict.fromkeys((side, "D"))}
         for rows in forests:
@@ -121,20 +127,22 @@ def branch(
             elif eos_as_max:
                 distance = torch.where(reach == 0, FARTHEST, distance)
             for row, chosen in enumerate(rows):
-                consequence[chosen] = distance[row, : len(chosen)].cpu().numpy()
-                valid[chosen] = reach[row, : len(chosen)].cpu().numpy()
+                far, common = (column[row, : len(chosen)].cpu().numpy() for column in (distance, reach))
+                results.append((chosen, far, common))
             if seen is not None:
                 futures, steps = tokens.unflatten(2, (2, -1)).cpu().numpy(), apart.cpu().numpy()
                 for row, chosen in enumerate(rows):
                     count = len(chosen)
                     seen(chosen, futures[row, :, :, :count].transpose(2, 1, 0), steps[row, :, :count].T)
             here += sum(len(chosen) for chosen in rows)
-            advance(max(0, done + here - shown))  # a batch that did not fit is branched again, but not counted again
-            shown = max(shown, done + here)
-        return here
+            show(done + here)
+        return results
 
-    for candidates in prefixes.map_batches(branch_batch):
-        done += candidates
+    for results in prefixes.map_batches(branch_batch):
+        for rows, distance, reach in results:
+            consequence[rows], valid[rows] = distance, reach
+            done += len(rows)
+        show(done)
     return states.with_columns(consequence=consequence, horizon=valid)
 
 

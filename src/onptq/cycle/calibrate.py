@@ -30,6 +30,7 @@ from onptq.engine.budget import BatchBudget
 from onptq.models.encoding import EncodedPrompt
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
+from onptq.ranks import ALONE, Ranks
 from onptq.recipe import CalibrateConfig
 
 GRADIENT_NORM = 1.0
@@ -117,13 +118,15 @@ def calibrate(
     target_budget: int | None = None,
     batch_budget: BatchBudget | None = None,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
     save: Callable[[Progress], None] = lambda progress: None,
     log: Callable[[dict[str, float]], None] = lambda record: None,
 ) -> Calibrated:
     """theta^(k+1) from theta^(k), updated on the critical states of `states`; None, or gamma = 0, is the static
     control.
 
-    `batch_budget` is the number of prompts that go through the model at once, by default `cfg.micro_batch`."""
+    `batch_budget` is the number of prompts that go through the model at once, by default `cfg.micro_batch`. The prompts of
+    a step are shared among the `ranks`, and their gradients summed."""
     if cfg.codes == "settled" and not theta.settled:
         theta = policy.settle(theta)
     if cfg.codes == "learned":
@@ -147,19 +150,22 @@ def calibrate(
         consequence=cfg.consequence,
     )
     targets = Targets(policy, target_budget)
-    energy = block_energy(targets, items) if cfg.normalize == "energy" else None
+    energy = block_energy(targets, items, ranks) if cfg.normalize == "energy" else None
     batch_budget = batch_budget or BatchBudget(cfg.micro_batch, "prompts")
-    judge = (
-        None if holdout is None or cfg.keep == "last" else _Judge(policy, holdout, targets, energy, cfg, batch_budget)
-    )
+    judge = None
+    if holdout is not None and cfg.keep != "last":
+        judge = _Judge(policy, holdout, targets, energy, cfg, batch_budget, ranks)
     history: list[dict[str, float]] = []
     if judge is not None and progress.step == 0:
         judge.consider(progress)
     interval = max(1, len(batches) // cfg.evaluations)
     for step in range(progress.step, len(batches)):
-        chosen = [items[index] for index in batches[step]]
-        terms = batch_budget.fit(partial(_accumulate, policy, chosen, len(items), targets, energy, cfg, update))
-        require_finite_loss(terms, policy, [item.sequence for item in chosen], step + 1)
+        chosen = [items[index] for index in ranks.shares(batches[step], cfg.micro_batch)]
+        scale = len(items) / len(batches[step])
+        sums = batch_budget.fit(partial(_accumulate, policy, chosen, scale, targets, energy, cfg, update))
+        require_finite_loss(_figures(sums, cfg), policy, [item.sequence for item in chosen], step + 1)
+        ranks.sum_([*update.gradients(ranks), *sums.named().values()])
+        terms = _figures(sums, cfg)
         gradient = update(step)
         record = {"step": step + 1, **terms, "gradient": gradient}
         progress.step, progress.moments = step + 1, update.moments()
@@ -175,20 +181,19 @@ def calibrate(
 def _accumulate(
     policy: Policy,
     items: Sequence[UpdateSequence],
-    total: int,
+    scale: float,
     targets: Targets,
     energy: Tensor | None,
     cfg: CalibrateConfig,
     update: _Update,
     size: int,
-) -> dict[str, float]:
-    """The terms of an unbiased estimate of the objective, sums over a batch times N / |B|; their gradients are
+) -> Terms:
+    """The terms of an unbiased estimate of the objective, sums over a batch times `scale` = N / |B|; their gradients are
     accumulated.
 
     `size` items go through the model at a time."""
     update.optimizer.zero_grad()  # an attempt that did not fit may have left some
-    scale = total / len(items)
-    sums: Terms | None = None
+    sums = Terms.zero(cfg.terms, policy)
     for start in range(0, len(items), size):
         with torch.enable_grad():
             chunk = items[start : start + size]
@@ -196,10 +201,12 @@ def _accumulate(
             loss = scale * objective(terms, cfg)
         with policy.speaking("Q"):  # checkpointed blocks run again inside backward
             loss.backward()
-        done = terms.scaled(scale)
-        sums = done if sums is None else sums + done
-    assert sums is not None
-    return sums.floats() | {"loss": float(objective(sums, cfg))}
+        sums = sums + terms.scaled(scale)
+    return sums
+
+
+def _figures(terms: Terms, cfg: CalibrateConfig) -> dict[str, float]:
+    return terms.floats() | {"loss": float(objective(terms, cfg))}
 
 
 def objective(terms: Terms, cfg: CalibrateConfig) -> Tensor:
@@ -261,6 +268,13 @@ class _Update:
         self.theta.project_(self.origin)
         return float(norm)
 
+    def gradients(self, ranks: Ranks) -> list[Tensor]:
+        """The gradients of all parameters. A rank without prompts has none of its own: they are zero."""
+        for parameter in self.learned:
+            if parameter.grad is None and ranks.size > 1:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self.learned if parameter.grad is not None]
+
     def moments(self) -> dict[str, Tensor]:
         states = ((index, self.optimizer.state[parameter]) for index, parameter in enumerate(self.learned))
         return {f"{index}/{key}": tensor for index, state in states for key, tensor in state.items()}
@@ -278,23 +292,27 @@ class _Judge:
         energy: Tensor | None,
         cfg: CalibrateConfig,
         batch_budget: BatchBudget,
+        ranks: Ranks,
     ) -> None:
         count = len(holdout.states)
         every = holdout.states.with_columns(
             critical=np.ones(count, np.bool_), weight=np.full(count, 1 / count, np.float32)
         )
         self.items = UpdateSequences(policy, holdout.prompts, holdout.trajectories, every)
-        self.policy, self.targets, self.energy, self.cfg, self.batch_budget = policy, targets, energy, cfg, batch_budget
+        self.policy, self.targets, self.energy, self.cfg = policy, targets, energy, cfg
+        self.batch_budget, self.ranks = batch_budget, ranks
 
     def consider(self, progress: Progress) -> float:
         """Score the current theta, record it where it is the best so far, and return the score."""
-        score = self.batch_budget.fit(self._score)
+        score: float = sum(sum(each) for each in self.ranks.gather(self.batch_budget.fit(self._scores)))
         if score < progress.best_score:
             progress.best, progress.best_score, progress.best_step = progress.theta.clone(), score, progress.step
         return score
 
     @torch.no_grad()
-    def _score(self, size: int) -> float:
-        chunks = [self.items[start : start + size] for start in range(0, len(self.items), size)]
+    def _scores(self, size: int) -> list[float]:
+        """What this rank's prompts add to the score, `size` of them at a time."""
+        own = self.ranks.shares(range(len(self.items)), self.cfg.micro_batch)
+        chunks = [[self.items[place] for place in own[start : start + size]] for start in range(0, len(own), size)]
         terms = [measure(self.policy, chunk, self.targets, self.energy).floats() for chunk in chunks]
-        return sum(self.cfg.anchor * term["anchor"] + self.cfg.response * term["response"] for term in terms)
+        return [self.cfg.anchor * term["anchor"] + self.cfg.response * term["response"] for term in terms]

@@ -99,7 +99,7 @@ def compare(
     if quantized is not None:
         prefixes.batch_like(quantized)
 
-    def compare_batch(index: int) -> States:
+    def compare_batch(index: int) -> dict[str, np.ndarray]:
         batch = prefixes.batches[index]
         response = padded_responses(batch, by_prompt)
         rows, steps = _visited(batch, by_prompt)
@@ -110,12 +110,12 @@ def compare(
             for chunk in _chunks(len(rows), _rows_at_once(prefixes.policy, other))
         ]
         decisions = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
-        return _states(batch, rows, steps, response, decisions, near_miss_tol)
+        return _visits(batch, rows, steps, response, decisions, near_miss_tol)
 
     parts = []
-    for part in prefixes.map_batches(compare_batch, *(() if quantized is None else (quantized,))):
-        parts.append(part)
-        advance(len(np.unique(part.prompt)))
+    for columns in prefixes.map_batches(compare_batch, *(() if quantized is None else (quantized,))):
+        parts.append(States.compared(**columns))
+        advance(len(np.unique(columns["prompt"])))
     return _finite(States.concatenate(parts))
 
 
@@ -154,18 +154,19 @@ def _columns(decisions: Decisions) -> dict[str, np.ndarray]:
     return {name: (c if c.is_floating_point() else c.int()).numpy() for name, c in columns.items()}
 
 
-def _states(
+def _visits(
     batch: PromptBatch,
     rows: Tensor,
     steps: Tensor,
     response: Tensor,
     decisions: dict[str, np.ndarray],
     tolerance: float,
-) -> States:
+) -> dict[str, np.ndarray]:
+    """The columns of `States.compared`."""
     ordinals = np.array([prompt.ordinal for prompt in batch.prompts], np.int32)
     mismatch = decisions["quantized"] != decisions["reference"]
     near_miss = ~mismatch & (decisions["erosion"] > tolerance)
-    return States.compared(
+    return dict(
         prompt=ordinals[rows.cpu().numpy()],
         t=steps.int().cpu().numpy() + 1,
         token=response[rows, steps].int().cpu().numpy(),

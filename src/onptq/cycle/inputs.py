@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from onptq.engine.budget import BatchBudget, Budgets
@@ -33,7 +34,9 @@ class Inputs:
         warn: Callable[[str], None] = lambda text: None,
         generation: Mapping[str, Any] | None = None,
     ) -> None:
-        self.policy, self.budgets = policy, Budgets.of(policy, recipe)
+        self.policy, self.ranks = policy, run.ranks
+        budgets = run.ranks.lead(lambda: asdict(Budgets.of(policy, recipe)))
+        self.budgets = Budgets(**budgets)  # the same on all ranks, so that Q is, to the last bit
         self.tokens = batch_budget(run, "tokens", recipe.compute.batch_tokens, warn)
         self.update_prompts = batch_budget(run, "prompts", recipe.calibrate.micro_batch, warn)
         prompts, holdout = EncodedPrompts.of(prompts), EncodedPrompts.of(holdout)
@@ -59,7 +62,9 @@ class Inputs:
 
     def _prefixes(self, prompts: Sequence[EncodedPrompt], max_tokens: int) -> Prefixes:
         budget = self.budgets.prefixes
-        return Prefixes(self.policy, prompts, max_tokens=max_tokens, batch_tokens=self.tokens, budget=budget)
+        return Prefixes(
+            self.policy, prompts, max_tokens=max_tokens, batch_tokens=self.tokens, budget=budget, ranks=self.ranks
+        )
 
 
 def batch_budget(run: Run, unit: str, size: int, warn: Callable[[str], None]) -> BatchBudget:

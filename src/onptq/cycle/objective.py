@@ -20,6 +20,7 @@ from onptq.engine.prefixes import whole_prompts
 from onptq.engine.prompts import EncodedPrompts
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.quantizer.policy import Policy
+from onptq.ranks import ALONE, Ranks
 from onptq.registry import LOSS_TERMS
 
 PAPER_TERMS = ("anchor", "hidden", "pair", "response")
@@ -51,6 +52,11 @@ class Terms:
     pair: Tensor
     response: Tensor
     added: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def zero(cls, added: Iterable[str], policy: Policy) -> Terms:
+        dtype = torch.promote_types(policy.dtype, torch.float32)
+        return cls.of({name: torch.zeros((), device=policy.device, dtype=dtype) for name in (*PAPER_TERMS, *added)})
 
     def __add__(self, other: Terms) -> Terms:
         theirs = other.named()
@@ -187,12 +193,16 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def block_energy(targets: Targets, items: Sequence[UpdateSequence]) -> Tensor:
+def block_energy(targets: Targets, items: Sequence[UpdateSequence], ranks: Ranks = ALONE) -> Tensor:
     """Mean dense energy per channel after each block over the anchor's tokens, [L], without the few massive ones that would
     drown the rest; of so many items that all of them would say no more, some are taken, spread evenly."""
     count = min(len(items), ENERGY_ITEMS)
-    items = [items[place] for place in torch.linspace(0, len(items) - 1, count).round().int().tolist()]
-    energies = [_wide(targets.of(item.sequence)[:, item.anchor > 0]).square().mean(-1) for item in items]
+    places = torch.linspace(0, len(items) - 1, count).round().int().tolist()
+    own = [items[place] for place in ranks.shares(places, 1)]
+    energies = [_wide(targets.of(item.sequence)[:, item.anchor > 0]).square().mean(-1) for item in own]
+    if ranks.size > 1:
+        shared = ranks.gather([energy.cpu().numpy() for energy in energies])
+        energies = [torch.tensor(energy, device=targets.policy.device) for each in shared for energy in each]
     per_token = torch.cat(energies, dim=1).sort(dim=1).values  # [L, U]
     count = per_token.shape[1]
     massive = max(1, round(MASSIVE_SHARE * count))

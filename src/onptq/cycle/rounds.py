@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -43,7 +44,7 @@ class Cycle:
         """theta^(R), from theta^(0): the algorithm of appendix A."""
         for k in range(self.recipe.rounds):
             committed, halfway = f"rounds/{k}/theta.safetensors", self.run.file(f"rounds/{k}/{HALFWAY}")
-            if self.run.has(committed):
+            if self.run.ranks.lead(partial(self.run.has, committed)):
                 theta = self.run.read(committed, lambda path: Theta.load(path, self.policy.device))
                 halfway.unlink(missing_ok=True)
                 continue
@@ -57,7 +58,8 @@ class Cycle:
                 trajectories = self.repeat(k, "trajectories.parquet", TRAJECTORIES)
                 states = self.repeat(k, "bank.parquet", STATES)
             theta = self.update(k, trajectories, states, theta)
-            self.run.write_behind(theta.saving(), committed, instead_of=halfway)
+            if self.run.ranks.is_first:
+                self.run.write_behind(theta.saving(), committed, instead_of=halfway)
         self.inputs.speak_as(theta)
         return theta
 
@@ -147,14 +149,14 @@ class Cycle:
         holdout = self.holdout(f"rounds/{k}", f"held-out {k + 1}")
         self.inputs.forget("Q")  # the update changes it
         progress = None
-        if self.run.has(saved):
+        if self.run.ranks.lead(lambda: self.run.has(saved)):
             progress = self.run.read(saved, lambda path: Progress.load(path, self.policy.device))
         steps = cfg.epochs * -(-len(self.inputs.prompts) // cfg.batch)
         last_saved = time.monotonic()
 
         def save(progress: Progress) -> None:
             nonlocal last_saved
-            if time.monotonic() - last_saved > SAVE_SECONDS:
+            if self.run.ranks.is_first and time.monotonic() - last_saved > SAVE_SECONDS:
                 with self.run.writing(saved) as path:
                     progress.save(path)
                 last_saved = time.monotonic()
@@ -178,6 +180,7 @@ class Cycle:
                 target_budget=self.inputs.budgets.targets,
                 batch_budget=self.inputs.update_prompts,
                 progress=progress,
+                ranks=self.run.ranks,
                 save=save,
                 log=log,
             )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from onptq.ranks import on_this_machine
+
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 # Limit, usage, and the entry of memory.stat with the part of the usage that the kernel gives back on demand.
 V2 = ("memory.max", "memory.current", "inactive_file")
@@ -19,7 +21,7 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 def free_memory(device: torch.device) -> int:
     """Bytes that this process may still take of the device: a GPU's memory, else the host's."""
     if device.type != "cuda":
-        return host_free()
+        return host_free() // on_this_machine()
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     return max(0, min(free, allowed - torch.cuda.memory_reserved(device)))

@@ -19,6 +19,7 @@ from onptq.errors import OnPTQError
 from onptq.models.decoder import KVCache, Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.language_model import LanguageModel, Side
+from onptq.ranks import ALONE, Ranks
 
 T = TypeVar("T")
 
@@ -93,8 +94,9 @@ class Prefixes:
         max_tokens: int,
         batch_tokens: int | BatchBudget = 16384,
         budget: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.policy, self.max_tokens, self.budget = policy, max_tokens, budget
+        self.policy, self.max_tokens, self.budget, self.ranks = policy, max_tokens, budget, ranks
         self.batch_budget = (
             batch_tokens if isinstance(batch_tokens, BatchBudget) else BatchBudget(batch_tokens, "tokens")
         )
@@ -103,22 +105,27 @@ class Prefixes:
         self._cached: dict[_Key, Prefix] = {}
 
     def map_batches(self, work: Callable[[int], T], *others: Prefixes) -> Iterator[T]:
-        """`work(index)` of every batch.
+        """`work(index)` of every batch. Each rank takes one of the next batches, and all ranks get all results, which are
+        plain data where there are several.
 
         A batch that does not fit into memory is split, with all after it and, in the same way, those of `others`."""
         index = 0
         while index < len(self.batches):
+            mine, results, fits = index + self.ranks.rank, [], True
             try:
-                result = work(index)
+                if mine < len(self.batches):
+                    results = [work(mine)]
             except torch.OutOfMemoryError:
                 fits = False
+            gathered = self.ranks.gather((fits, results))
+            results = []
+            too_large = [index + rank for rank, (fitted, _) in enumerate(gathered) if not fitted]
+            if not too_large:
+                for _, each in gathered:
+                    yield from each
+                index += self.ranks.size
             else:
-                fits = True
-            if fits:
-                yield result
-                index += 1
-            else:
-                self._shrink(index)
+                self._shrink(too_large[0])
                 for prefixes in (self, *others):
                     prefixes._split(index, self.batch_budget.size)
                 give_back_memory()
@@ -223,12 +230,15 @@ class Prefixes:
 
 def whole_prompts(batch: PromptBatch) -> Tokens:
     """The input of the decoder for whole prompts."""
-    return Tokens(batch.embeds, batch.positions, prompt_mask(batch.real), batch.deepstack)
+    return Tokens(batch.embeds, batch.positions, prompt_mask(batch.real, batch.runs), batch.deepstack)
 
 
-def prompt_mask(real: Tensor) -> Tensor | None:
-    """The mask of whole prompts. None on a GPU, where plain causal attention is faster: padding is on the right, so no
-    token sees any."""
+def prompt_mask(real: Tensor, runs: Tensor | None = None) -> Tensor | None:
+    """The mask of whole prompts, with `runs` [B, P] of tokens that see one another both ways.
+
+    None on a GPU without runs, where plain causal attention is faster: padding is on the right, so no token sees any."""
+    if runs is not None:
+        return causal_mask(real, 0) | ((runs[:, :, None] == runs[:, None]) & (runs[:, None] > 0))[:, None]
     return None if real.is_cuda else causal_mask(real, 0)
 
 

@@ -25,14 +25,15 @@ def rollouts(
 ) -> list[Trajectory]:
     """The responses to every prompt, greedy without `sampling`, at most `prefixes.max_tokens` long, by ordinal."""
     trajectories: list[Trajectory] = []
-    for batch in prefixes.map_batches(lambda index: list(_trajectories(prefixes, index, side, sampling))):
-        trajectories += batch
+
+    def roll_batch(index: int) -> list[tuple[int, list[int], bool]]:
+        responses = rollout(prefixes, index, side, sampling)
+        return list(_cut(prefixes.batches[index], responses, prefixes.policy.eos))
+
+    for batch in prefixes.map_batches(roll_batch):
+        trajectories += [Trajectory(prompt, tuple(tokens), finished) for prompt, tokens, finished in batch]
         advance(len(batch))
     return sorted(trajectories, key=lambda trajectory: trajectory.prompt)
-
-
-def _trajectories(prefixes: Prefixes, index: int, side: Side, sampling: Sampling | None) -> Iterator[Trajectory]:
-    return _cut(prefixes.batches[index], rollout(prefixes, index, side, sampling), prefixes.policy.eos)
 
 
 @torch.no_grad()
@@ -52,8 +53,9 @@ def rollout(prefixes: Prefixes, index: int, side: Side, sampling: Sampling | Non
     return decoding.tokens
 
 
-def _cut(batch: PromptBatch, responses: Tensor, eos: frozenset[int]) -> Iterator[Trajectory]:
-    """The emission of an end-of-sequence token is itself a decision, so it stays; what follows it does not exist."""
+def _cut(batch: PromptBatch, responses: Tensor, eos: frozenset[int]) -> Iterator[tuple[int, list[int], bool]]:
+    """Prompt, tokens, and whether they ended by themselves. The emission of an end-of-sequence token is itself a decision,
+    so it stays; what follows it does not exist."""
     for prompt, response in zip(batch.prompts, responses.tolist(), strict=True):
         end = next((t for t, token in enumerate(response, start=1) if token in eos), None)
-        yield Trajectory(prompt.ordinal, tuple(response[:end]), finished=end is not None)
+        yield prompt.ordinal, response[:end], end is not None

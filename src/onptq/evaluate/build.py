@@ -159,7 +159,9 @@ def copy_missing(source: Run, target: Run, names: Sequence[str]) -> None:
 
 def checkpoint_bytes(source: Source, scheme: Scheme) -> int:
     """The size of the weights that an export in this scheme would write."""
-    checkpoint, decoder = check_exportable(source.folder, (*source.family.ignore, *source.family.other_models))
+    checkpoint, decoder = check_exportable(
+        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
+    )
     return output_bytes(checkpoint, decoder, scheme)
 
 

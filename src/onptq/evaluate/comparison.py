@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, open_checkpoint
+from onptq.checkpoint.write import check_exportable, check_groups
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
@@ -87,6 +88,7 @@ def compare_models(
     parsed = [one for group in seeded for one in group]
     check_names(parsed)
     source = dense if isinstance(dense, Source) else find_source(dense)
+    _check_schemes(parsed, source)
     prompts = [replace(prompt, ordinal=ordinal) for ordinal, prompt in enumerate(prompts)]
     records = {one.name: _record(one, source, calibration, holdout) for one in parsed}
     device = choose_device(recipe.compute.device)
@@ -112,6 +114,16 @@ def compare_models(
             with atomically(run.folder / name) as path:
                 path.write_text(text, encoding="utf-8")
     return report
+
+
+def _check_schemes(candidates: Sequence[Candidate], source: Source) -> None:
+    """Refuse schemes that do not fit the model, before it is loaded."""
+    schemes = {one.scheme for one in candidates if not isinstance(one, CheckpointCandidate)}
+    if schemes:
+        family = source.family
+        checkpoint, decoder = check_exportable(source.folder, (*family.ignore, *family.other_models))
+        for scheme in schemes:
+            check_groups(checkpoint, decoder, scheme)
 
 
 def _bank_candidates(candidates: Sequence[Candidate], recipe: Recipe) -> dict[str, MethodCandidate]:

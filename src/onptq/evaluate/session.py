@@ -13,6 +13,7 @@ from onptq.checkpoint.source import Source
 from onptq.cycle.inputs import Inputs
 from onptq.data.calibration import in_order
 from onptq.data.prompts import Prompt
+from onptq.engine.agreement import check_agreement
 from onptq.engine.budget import BatchBudget, cached_bytes
 from onptq.engine.memory import free_memory
 from onptq.engine.prefixes import Prefixes
@@ -69,6 +70,7 @@ class Session:
             with self.reporter.phase("Load", total=1, unit="checkpoint") as bar:
                 self._policy = load_policy(self.source, chosen, device=self.device, dtype=self.dtype)
                 bar.advance()
+            check_agreement(self._policy, self.processor, self.prompts)
             if self._questions is not None:
                 self._questions = self._questions.put_to(self._policy)
         return self._policy

@@ -15,17 +15,25 @@ from torch import Tensor
 
 from onptq.bank import Trajectory
 from onptq.methods.layerwise import Stream, answered_sequences, open_streams
-from onptq.methods.linears import by_query_head, dense_weight, quantized_input, quantized_linears, replaced
+from onptq.methods.linears import (
+    by_query_head,
+    dense_weight,
+    divided,
+    quantized_input,
+    quantized_linears,
+    replaced,
+    tensor_scale,
+)
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIR_INTO, PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
-from onptq.quantizer.weights import fake_quantize_weight, smoothed
+from onptq.quantizer.theta import PAIR_INTO, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.weights import fake_quantize_weight, smoothed, to_groups
 
 EXPONENTS = tuple(n / 20 for n in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
 CLIPS = tuple(1 - n / 20 for n in range(10))  # 1 down to 0.55 of the range
-CLIPPED = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CLIPPED = ("v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 CLIP_TOKENS = 512
 FLOOR = 1e-4
 ROWS = 256  # rows clipped at a time: their partial outputs are [rows, groups, tokens]
@@ -57,10 +65,11 @@ def awq(
 def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream]) -> None:
     """Search one block's smoothing and clips, in place."""
     inputs = [stream.inputs(block) for stream in streams]
-    for pair in PAIRS:
+    for pair in block.producers:
         xs = [x[pair] for x in inputs]
         theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, streams, xs)
-    for name in CLIPPED if policy.scheme.quantizes_weights else ():
+    clipped = [name for name in block.linears if name in CLIPPED]
+    for name in clipped if policy.scheme.quantizes_weights else ():
         tokens = torch.cat([x[PAIR_INTO[name]][stream.real] for x, stream in zip(inputs, streams, strict=True)])
         theta.linears[block.path(name)] = Free(_best_clips(policy, theta, block, name, tokens))
 
@@ -95,12 +104,16 @@ def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor
     x = x[:: max(1, len(x) // CLIP_TOKENS)]  # [tokens, I]
     log_in = log_scales_in(theta, block, name)
     weight = smoothed(dense_weight(block, name), log_in, log_scales_out(theta, block, name))
-    rounded, dense = quantized_input(policy.scheme, log_in, x), x.float() / log_in.exp()
-    rows = zip(weight.split(ROWS), theta.linears[block.path(name)].ratio.split(ROWS), strict=True)
-    return torch.cat([_clip_rows(policy, part, full, rounded, dense) for part, full in rows])
+    rounded, dense = quantized_input(policy.scheme, log_in, x), divided(x.float(), log_in)
+    ratios = theta.linears[block.path(name)].ratio.split(ROWS // policy.scheme.block_rows)
+    rows = zip(weight.split(ROWS), ratios, strict=True)
+    common = tensor_scale(block, name)
+    return torch.cat([_clip_rows(policy, part, full, rounded, dense, common) for part, full in rows])
 
 
-def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor) -> Tensor:
+def _clip_rows(
+    policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor, common: Tensor | None
+) -> Tensor:
     """The best log clip of each row and group, on dense and on rounded inputs [tokens, I]; `full` is the one of no clip."""
 
     def partial(x: Tensor, weight: Tensor) -> Tensor:  # [O, G, tokens]
@@ -113,8 +126,10 @@ def _clip_rows(policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, de
     best, least = full, torch.full_like(full, torch.inf)
     for clip in CLIPS:
         ratio = torch.full_like(full, clip).log()
-        clipped = fake_quantize_weight(weight, None, None, ratio, None, policy.scheme, policy.storage, policy.dtype)
+        grid = policy.scheme, policy.storage, policy.dtype, common
+        clipped = fake_quantize_weight(weight, None, None, ratio, None, *grid)
         error = (partial(rounded, clipped) - target).square().sum(-1)
+        error = to_groups(error, full, policy.scheme.block_rows).sum(-1)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
     return best

@@ -21,7 +21,7 @@ from onptq.methods.linears import by_query_head
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.methods.smoothquant import ALPHA, migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.structure import LINEARS, Block
+from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Free, Theta, pair_key
 
@@ -71,7 +71,7 @@ def _migration(streams: Sequence[Stream], block: Block) -> dict[str, Tensor]:
     largest: dict[str, Tensor] = {}
     for stream in streams:
         inputs = stream.inputs(block)
-        for pair in SMOOTHED:
+        for pair in (pair for pair in SMOOTHED if pair in block.producers):
             x_max = inputs[pair].abs().flatten(0, -2).amax(0).float()
             largest[pair] = torch.maximum(largest[pair], x_max) if pair in largest else x_max
     return {
@@ -122,7 +122,7 @@ class _Learner:
         """Remember the block's part of theta if its error over all prompts is the least so far."""
         error = sum(float(self._error(index)) for index in range(len(self.targets))) / len(self.targets)
         if error < self.least:
-            paths = map(self.block.path, LINEARS)
+            paths = map(self.block.path, self.block.linears)
             self.best = (
                 {key: self.theta.smoothing[key] for key in smoothed},
                 {path: self.theta.linears[path].ratio for path in paths},

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from onptq.bank import Trajectory
 from onptq.methods.layerwise import IN_ORDER, Stream, answered_sequences, open_streams
-from onptq.methods.linears import dense_weight
+from onptq.methods.linears import dense_weight, tensor_scale
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
-from onptq.quantizer.numerics import fake_quantize_activations, round_to_codes
+from onptq.quantizer.numerics import in_offsets, quantize_inputs, round_to_codes
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Learned, Theta, log_scales_in, log_scales_out
-from onptq.quantizer.weights import smoothed, weight_grid
+from onptq.quantizer.theta import Learned, Theta, log_scales_in, log_scales_out
+from onptq.quantizer.weights import per_weight, smoothed, to_groups, weight_grid
+from onptq.schemes import Grid
 
 DAMPING = 0.01  # of the Hessian's mean diagonal
 COLUMNS = 128
@@ -82,7 +83,7 @@ def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream], 
     """Choose the codes of one block's linears, in place, each behind its quantized predecessors."""
     for pair in IN_ORDER:
         hessian = _hessian(policy, streams, block, pair)
-        for name in PAIRS[pair][1]:
+        for name in block.consumers(pair):
             offset = _offsets(policy, theta, block, name, hessian, act_order)
             theta.linears[block.path(name)] = Learned(theta.linears[block.path(name)].ratio, offset)
 
@@ -91,9 +92,7 @@ def _hessian(policy: Policy, streams: Sequence[Stream], block: Block, pair: str)
     """X^T X of the pair's inputs, rounded as the consumers multiply them, [I, I]."""
     total: Tensor | None = None
     for stream in streams:
-        x = stream.inputs(block)[pair][stream.real]
-        if policy.scheme.quantizes_activations:
-            x = fake_quantize_activations(x, policy.scheme.activation_bits)
+        x = quantize_inputs(stream.inputs(block)[pair][stream.real], policy.scheme)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         total = x.T @ x if total is None else total.addmm_(x.T, x)
     assert total is not None
@@ -104,15 +103,18 @@ def _offsets(policy: Policy, theta: Theta, block: Block, name: str, hessian: Ten
     """Rounding offsets of a linear [O, I]. Rows with a smaller error under plain rounding are rounded plainly."""
     weight = smoothed(dense_weight(block, name), log_scales_in(theta, block, name), log_scales_out(theta, block, name))
     ratio = theta.linears[block.path(name)].ratio
-    size = weight.shape[1] // ratio.shape[1]
-    scale, zero = weight_grid(weight.view(*ratio.shape, -1), ratio, policy.scheme, policy.storage)
+    rows, grid = policy.scheme.block_rows, policy.scheme.weight_grid
+    scale, zero = weight_grid(
+        to_groups(weight, ratio, rows), ratio, policy.scheme, policy.storage, tensor_scale(block, name)
+    )
     zero = torch.zeros_like(scale) if zero is None else zero
-    scale, zero = (part[..., 0].repeat_interleave(size, dim=1) for part in (scale, zero))
-    bits = policy.scheme.weight_bits
-    plain = round_to_codes(weight, scale, bits, zero)
-    codes = greedy_codes(weight, scale, zero, hessian, bits, act_order)
+    scale, zero = (per_weight(part[..., 0], weight.shape, rows) for part in (scale, zero))
+    plain = round_to_codes(weight, scale, grid, zero)
+    codes = greedy_codes(weight, scale, zero, hessian, grid, act_order)
     errors = [output_error(weight - (each - zero) * scale, hessian) for each in (codes, plain)]
-    return torch.where((errors[0] < errors[1])[:, None], codes - zero - weight / scale, 0).float()
+    scaled = weight / scale
+    offset = in_offsets(codes - zero - scaled, scaled, grid)
+    return torch.where((errors[0] < errors[1])[:, None], offset, 0).float()
 
 
 def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
     return (difference @ hessian * difference).sum(1)
 
 
-def greedy_codes(weight: Tensor, scale: Tensor, zero: Tensor, hessian: Tensor, bits: int, act_order: bool) -> Tensor:
+def greedy_codes(weight: Tensor, scale: Tensor, zero: Tensor, hessian: Tensor, grid: Grid, act_order: bool) -> Tensor:
     """Codes [O, I] of a weight on a fixed grid; scale and zero point are given per weight."""
     diagonal, count = hessian.diagonal(), weight.shape[1]
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(count, device=weight.device)
@@ -132,7 +134,7 @@ def greedy_codes(weight: Tensor, scale: Tensor, zero: Tensor, hessian: Tensor, b
         last = min(first + COLUMNS, count)
         errors = left.new_empty(len(left), last - first)
         for j in range(first, last):
-            code = round_to_codes(left[:, j], scale[:, j], bits, zero[:, j])
+            code = round_to_codes(left[:, j], scale[:, j], grid, zero[:, j])
             error = (left[:, j] - (code - zero[:, j]) * scale[:, j]) / upper[j, j]
             left[:, j + 1 : last] -= error[:, None] * upper[j, j + 1 : last]
             errors[:, j - first] = error

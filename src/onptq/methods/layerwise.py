@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onptq.bank import Trajectory
-from onptq.engine.prefixes import Prefixes, prompt_mask
+from onptq.engine.prefixes import Prefixes, whole_prompts
 from onptq.engine.rollout import rollouts
 from onptq.errors import OnPTQError
 from onptq.models.attention import trusted_attention
+from onptq.models.decoder import layer_masks
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import TEXT
-from onptq.models.structure import Block
+from onptq.models.structure import PAIRS, Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS
 
 RESPONSE_TOKENS = 64
 BATCH_TOKENS = 8192
@@ -76,7 +77,7 @@ def observing(
         return lambda module, args: observe(block, pair, args[0])
 
     hooks = [
-        block.child(PAIRS[pair][1][0]).register_forward_pre_hook(hook(block, pair))
+        block.child(block.consumers(pair)[0]).register_forward_pre_hook(hook(block, pair))
         for block in blocks
         for pair in pairs
     ]
@@ -92,19 +93,21 @@ class Stream:
 
     def __init__(self, policy: Policy, sequences: Sequence[EncodedPrompt]) -> None:
         batch = PromptBatch.of(sequences)
-        positions = batch.positions if batch.positions.shape[0] > 1 else batch.positions[0]
+        tokens = whole_prompts(batch)
         self.sequences, self.real, self.deepstack = batch.prompts, batch.real, batch.deepstack
-        self.mask = prompt_mask(batch.real)
-        self.rotary = policy.structure.decoder.rotary_emb(batch.embeds, positions)  # type: ignore[operator]
+        self._structure, self._positions = policy.structure, batch.positions
+        self._masks = layer_masks(policy.structure, tokens)
+        self._rotary = policy.structure.rotary(batch.embeds, batch.positions)
         self.hidden = batch.embeds
 
     def run(self, block: Block) -> Tensor:
         """The input of the next block [B, S, d], DeepStack's features included. `hidden` does not change."""
         with trusted_attention():
-            out: Tensor = block.module(
-                self.hidden, attention_mask=self.mask, position_embeddings=self.rotary, past_key_values=None
-            )
+            out: Tensor = block.module(self.hidden, **self._around(block))
         return out + self.deepstack[block.index] if block.index < len(self.deepstack) else out
+
+    def _around(self, block: Block) -> dict[str, Any]:
+        return self._structure.arguments(block, self._positions, self._masks[block.layer_type], self._rotary)  # type: ignore[no-any-return]
 
     def inputs(self, block: Block) -> dict[str, Tensor]:
         """The inputs of each pair's consumers, [B, S, I], from one run of the block."""
@@ -121,13 +124,11 @@ class Stream:
         """The output that a pair's error is measured on: of the attention for q/k/v, of the MLP for gate/up, of the linear
         itself for o and down."""
         if pair == "norm_qkv":
-            attention = block.owner("q_proj")
+            attention = block.owner("o_proj")
             with trusted_attention():
-                out: Tensor = attention(
-                    hidden_states=x, attention_mask=self.mask, position_embeddings=self.rotary, past_key_values=None
-                )[0]
+                out: Tensor = attention(hidden_states=x, **self._around(block))[0]
             return out
-        module = block.owner("gate_proj") if pair == "norm_gate_up" else block.child(PAIRS[pair][1][0])
+        module = block.owner("down_proj") if pair == "norm_gate_up" else block.child(block.consumers(pair)[0])
         return module(x)  # type: ignore[no-any-return]
 
     def pad(self, values: Mapping[int, Tensor], fill: float = 0.0) -> Tensor:

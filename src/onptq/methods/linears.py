@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onptq.models.structure import Block
-from onptq.quantizer.numerics import fake_quantize_activations
+from onptq.quantizer.numerics import quantize_inputs
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Theta, log_scales_in
+from onptq.quantizer.theta import Theta, log_scales_in
 from onptq.quantizer.weights import fake_quantize_weight
 from onptq.schemes import Scheme
 
@@ -27,18 +27,29 @@ def dense_weight(block: Block, name: str) -> Tensor:
     return weight
 
 
+def tensor_scale(block: Block, name: str) -> Tensor | None:
+    """The scale that all scales of the linear's weight have in common, if there is one."""
+    scale: Tensor | None = block.child(name).tensor_scale  # type: ignore[assignment]
+    return scale
+
+
 def rounded_weight(
-    policy: Policy, theta: Theta, block: Block, name: str, log_in: Tensor, log_out: Tensor | None = None
+    policy: Policy, theta: Theta, block: Block, name: str, log_in: Tensor | None, log_out: Tensor | None = None
 ) -> Tensor:
     """The linear's weight [O, I], smoothed by these scales, on the grid of its ratios."""
     weight, ratio = dense_weight(block, name), theta.linears[block.path(name)].ratio
-    return fake_quantize_weight(weight, log_in, log_out, ratio, None, policy.scheme, policy.storage, policy.dtype)
+    grid = policy.scheme, policy.storage, policy.dtype, tensor_scale(block, name)
+    return fake_quantize_weight(weight, log_in, log_out, ratio, None, *grid)
 
 
-def quantized_input(scheme: Scheme, log_in: Tensor, x: Tensor) -> Tensor:
+def divided(x: Tensor, log_in: Tensor | None) -> Tensor:
+    """x [..., I] over the smoothing of its channels; x itself where nothing is folded."""
+    return x if log_in is None else x / log_in.exp()
+
+
+def quantized_input(scheme: Scheme, log_in: Tensor | None, x: Tensor) -> Tensor:
     """The dense input x [..., I] after smoothing and rounding, as the quantized linear multiplies it."""
-    x = (x.float() / log_in.exp()).to(x.dtype)
-    return fake_quantize_activations(x, scheme.activation_bits) if scheme.quantizes_activations else x
+    return quantize_inputs(divided(x.float(), log_in).to(x.dtype), scheme)
 
 
 def by_query_head(values: Tensor, block: Block, pair: str) -> Tensor:
@@ -55,11 +66,10 @@ def quantized_linear(
     log_in = log_scales_in(theta, block, name)
     weight = rounded_weight(policy, theta, block, name, log_in)
     bias: Tensor | None = block.child(name).bias  # type: ignore[assignment]
-    quantizes = activations and policy.scheme.quantizes_activations
 
     def linear(x: Tensor) -> Tensor:
-        x = (x / log_in.exp()).to(x.dtype)
-        return F.linear(fake_quantize_activations(x, policy.scheme.activation_bits) if quantizes else x, weight, bias)
+        x = divided(x, log_in).to(x.dtype)
+        return F.linear(quantize_inputs(x, policy.scheme) if activations else x, weight, bias)
 
     return linear
 
@@ -68,7 +78,7 @@ def quantized_linears(
     policy: Policy, theta: Theta, block: Block, pairs: Iterable[str], *, activations: bool = True
 ) -> dict[str, LinearFunction]:
     """The consumers of some pairs, as theta deploys them."""
-    names = [name for pair in pairs for name in PAIRS[pair][1]]
+    names = [name for pair in pairs for name in block.consumers(pair)]
     return {name: quantized_linear(policy, theta, block, name, activations=activations) for name in names}
 
 

@@ -50,7 +50,11 @@ def masquant(
         for block in policy.structure.blocks:
             largest = advance_and_measure(dense, block)
             if not restore(store, theta, block):
-                scales = {pair: _initial_scales(block, pair, x_max) for pair, x_max in largest.items()}
+                scales = {
+                    pair: _initial_scales(block, pair, x_max)
+                    for pair, x_max in largest.items()
+                    if pair in block.producers
+                }
                 _train(policy, theta, block, scales, quantized, [stream.hidden for stream in dense], epochs)
                 keep(store, theta, block)
                 advance(1)

@@ -148,7 +148,7 @@ def _fit(
     """Search one block's smoothing, in place."""
     counted = sum(int((kind != INSTRUCTION).sum()) for kind in kinds.values())
     inputs = [stream.inputs(block) for stream in streams]
-    for pair in IN_ORDER:
+    for pair in (pair for pair in IN_ORDER if pair in block.producers):
         rho = ratios[GRADIENTS_AT[pair]][block.index]
         cases = []
         for stream, x in zip(streams, inputs, strict=True):

@@ -27,7 +27,7 @@ from onptq.methods.mbq import Case, best_smoothing
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
-from onptq.quantizer.numerics import fake_quantize_activations
+from onptq.quantizer.numerics import quantize_inputs
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
 
@@ -75,6 +75,8 @@ def _fit(
     """Search one block's smoothing, in place."""
     dense_inputs = [stream.inputs(block) for stream in dense]
     for place, pair in enumerate(IN_ORDER):
+        if pair not in block.producers:
+            continue
         with replaced(block, quantized_linears(policy, theta, block, IN_ORDER[:place])):
             quantized_inputs = [stream.inputs(block) for stream in quantized]
         cases = [
@@ -87,9 +89,9 @@ def _fit(
 def _case(
     policy: Policy, theta: Theta, block: Block, pair: str, stream: Stream, x: Tensor, x_q: Tensor, points: int
 ) -> Case:
-    scheme = policy.scheme
-    x_q = fake_quantize_activations(x_q, scheme.activation_bits) if scheme.quantizes_activations else x_q
-    attributions = integrated_gradients(policy, theta, block, pair, stream, x_q, x, points=points)
+    attributions = integrated_gradients(
+        policy, theta, block, pair, stream, quantize_inputs(x_q, policy.scheme), x, points=points
+    )
     weight = token_importance(attributions, stream.real)
     return Case(stream, x, stream.unit(block, pair, x), weight)
 

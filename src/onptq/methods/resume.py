@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from onptq.models.structure import LINEARS, Block
-from onptq.quantizer.theta import PAIRS, Theta, pair_key
+from onptq.models.structure import Block
+from onptq.quantizer.theta import Theta, pair_key
 from onptq.run import Run
 
 FOLDER = "init"  # of a run, until theta^(0) is whole
@@ -59,8 +59,8 @@ class RunStore:
 
 def block_part(theta: Theta, block: Block) -> Theta:
     """The part of theta that belongs to one block. It shares its tensors with theta."""
-    paths = [block.path(name) for name in LINEARS]
-    smoothing = {pair_key(block, pair): theta.smoothing[pair_key(block, pair)] for pair in PAIRS}
+    paths = [block.path(name) for name in block.linears]
+    smoothing = {pair_key(block, pair): theta.smoothing[pair_key(block, pair)] for pair in block.producers}
     return Theta(smoothing, {path: theta.linears[path] for path in paths})
 
 

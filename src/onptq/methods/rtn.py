@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from onptq.models.encoding import EncodedPrompt
+from onptq.models.structure import PAIRS
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import Theta
+from onptq.quantizer.theta import Theta, pair_key
+
+INPUT_SCALE = 1.0  # without data: groups whose largest value is between 0.09 and 2688 have scales with all bits
 
 
 def rtn(
     policy: Policy, prompts: Sequence[EncodedPrompt] = (), advance: Callable[[int], None] = lambda blocks: None
 ) -> Theta:
     """The theta of plain rounding; prompts are not used."""
-    return Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
+    if policy.scheme.scales_inputs:
+        keys = [pair_key(block, pair) for block in policy.structure.blocks for pair in PAIRS]
+        theta.inputs = {key: torch.full((1,), INPUT_SCALE, device=policy.device) for key in keys}
+    return theta

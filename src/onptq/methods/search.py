@@ -1,4 +1,5 @@
-"""Search: smoothing strength per pair and scale ratio per row, both chosen by output error.
+"""Search: smoothing strength per pair and scale ratio per row, both chosen by output error. Where scales are numbers of few
+bits, every group takes the valid scale of least weighted error first, and a row keeps them where its output is better.
 
 Every grid contains plain rounding (no smoothing, full range), so no choice has a larger error on the calibration set than RTN. A
 fixed strength, or a ratio chosen by weight error alone, can have one, and has on some models.
@@ -18,12 +19,14 @@ from onptq.methods.linears import by_query_head, dense_weight, quantized_input, 
 from onptq.methods.resume import BlockStore, keep, restore, restore_all
 from onptq.methods.smoothquant import FLOOR, migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.structure import Block
+from onptq.models.structure import PAIRS, Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIR_INTO, PAIRS, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import PAIR_INTO, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.weights import smoothed, to_groups
 
 STRENGTHS = tuple(n / 10 for n in range(1, 10))  # alpha of s = amax(x)^alpha / amax(W)^(1 - alpha)
 RATIOS = tuple(1 - n / 20 for n in range(1, 11))  # 0.95 down to 0.5
+VALID = {"E4M3": tuple(n / 16 for n in range(24, 7, -1)), "E8M0": (2.0, 1.0, 0.5)}  # reach every number in that range
 SAMPLE_TOKENS = 1024
 LEAST_TOKENS = 8  # of a sampled sequence: fewer would be its first tokens, whose activations are unlike all others
 
@@ -64,10 +67,10 @@ def search_on(
 
 def _fit(policy: Policy, theta: Theta, block: Block, inputs: dict[str, Tensor]) -> None:
     """Search one block's smoothing and ratios, in place."""
-    for pair in PAIRS:
+    for pair in block.producers:
         theta.smoothing[pair_key(block, pair)] = _best_smoothing(policy, theta, block, pair, inputs)
-    for _, consumers in PAIRS.values():
-        for name in consumers:
+    for pair in PAIRS:
+        for name in block.consumers(pair):
             theta.linears[block.path(name)] = Free(_best_ratio(policy, theta, block, name, inputs))
 
 
@@ -96,7 +99,7 @@ def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[in
 
 def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, inputs: dict[str, Tensor]) -> Tensor:
     """log s, of no smoothing and every strength, with the least relative output error summed over the consumers."""
-    key, consumers, x = pair_key(block, pair), PAIRS[pair][1], inputs[pair]
+    key, consumers, x = pair_key(block, pair), block.consumers(pair), inputs[pair]
     outputs = {name: x @ dense_weight(block, name).T for name in consumers}
     x_max = by_query_head(x.abs().amax(0).float(), block, pair).amax(0)
     w_max = weight_maxima(block, pair)
@@ -124,11 +127,32 @@ def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, inputs: d
         out = out * log_out.neg().exp()
     full = theta.linears[path].ratio
     best, least = full, torch.full((len(full),), torch.inf, device=full.device)
-    for ratio in (1.0, *RATIOS):
+    if policy.scheme.scales == "dtype":
+        candidates = [torch.full_like(full, ratio).log() for ratio in (1.0, *RATIOS)]
+    else:
+        candidates = [full, _best_groups(policy, theta, block, name, x_q)]
+    for log_ratio in candidates:
+        theta.linears[path] = Free(log_ratio)
+        weight = rounded_weight(policy, theta, block, name, log_in, log_out)
+        error = (x_q @ weight.T - out).float().square().sum(0)[:, None]
+        error = to_groups(error, full[:, :1], policy.scheme.block_rows).sum((1, 2))
+        better = error < least
+        best, least = torch.where(better[:, None], log_ratio, best), torch.where(better, error, least)
+    return best
+
+
+def _best_groups(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor) -> Tensor:
+    """The log ratio of every group whose weights have the least squared error, each weighted by its mean squared input."""
+    path, log_in, log_out = block.path(name), log_scales_in(theta, block, name), log_scales_out(theta, block, name)
+    exact, importance = smoothed(dense_weight(block, name), log_in, log_out), x.float().square().mean(0)
+    full = theta.linears[path].ratio
+    best, least = full, torch.full_like(full, torch.inf)
+    for ratio in VALID[policy.scheme.scales]:
         log_ratio = torch.full_like(full, ratio).log()
         theta.linears[path] = Free(log_ratio)
         weight = rounded_weight(policy, theta, block, name, log_in, log_out)
-        error = (x_q @ weight.T - out).float().square().sum(0)
+        error = to_groups((weight - exact).square() * importance, full).sum(-1)
         better = error < least
-        best, least = torch.where(better[:, None], log_ratio, best), torch.where(better, error, least)
+        best, least = torch.where(better, log_ratio, best), torch.where(better, error, least)
+    theta.linears[path] = Free(full)
     return best

@@ -20,9 +20,9 @@ from onptq.methods.layerwise import Stream, answered_sequences
 from onptq.methods.linears import dense_weight
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.structure import LINEARS, Block
+from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import OFFSET_RANGE, RATIO_RANGE, Learned, Theta
+from onptq.quantizer.theta import OFFSET_RANGE, Learned, Theta, ratio_range
 
 STEPS = 200  # of each block
 BATCH = 8  # prompts a step
@@ -74,7 +74,8 @@ def signround_on(
                     stream.advance(block)
             with policy.speaking("Q"):
                 if not restore(store, theta, block):
-                    _Learner(theta, block, quantized, [stream.hidden for stream in dense]).learn(steps)
+                    targets, bounds = [stream.hidden for stream in dense], ratio_range(policy.scheme)
+                    _Learner(theta, block, quantized, targets, bounds).learn(steps)
                     if settled:
                         policy.settle_block(theta, block)
                     keep(store, theta, block)
@@ -98,16 +99,24 @@ def evaluated_steps(steps: int) -> list[int]:
 class _Learner:
     """Signed gradient descent on one block's part of theta, in place."""
 
-    def __init__(self, theta: Theta, block: Block, streams: Sequence[Stream], targets: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        theta: Theta,
+        block: Block,
+        streams: Sequence[Stream],
+        targets: Sequence[Tensor],
+        bounds: tuple[float, float],
+    ) -> None:
         self.theta, self.streams, self.targets, self.block = theta, streams, targets, block
-        self.paths = [block.path(name) for name in LINEARS]
+        self.ratio_range = bounds
+        self.paths = [block.path(name) for name in block.linears]
         self.tokens = sum(int(stream.real.sum()) for stream in streams)
         self.least, self.best = math.inf, Theta()
 
     def learn(self, steps: int) -> None:
         self._consider()
         linears = []
-        for name, path in zip(LINEARS, self.paths, strict=True):
+        for name, path in zip(self.block.linears, self.paths, strict=True):
             weight, ratio = dense_weight(self.block, name), self.theta.linears[path].ratio
             linears.append(Learned(ratio.clone(), torch.zeros(weight.shape, device=weight.device)))
         self.theta.linears.update(zip(self.paths, linears, strict=True))
@@ -127,7 +136,7 @@ class _Learner:
             parameter.requires_grad_()
         with torch.enable_grad():
             gradients = torch.autograd.grad(self._error(index), learned)
-        ranges = (OFFSET_RANGE,) * len(self.paths) + (RATIO_RANGE,) * len(self.paths)
+        ranges = (OFFSET_RANGE,) * len(self.paths) + (self.ratio_range,) * len(self.paths)
         for parameter, gradient, bounds in zip(learned, gradients, ranges, strict=True):
             signed_step(parameter.requires_grad_(False), gradient, rate, *bounds)
 

@@ -13,7 +13,7 @@ from onptq.methods.linears import by_query_head, dense_weight
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIRS, Theta, pair_key
+from onptq.quantizer.theta import Theta, pair_key
 
 ALPHA = 0.5
 SMOOTHED = ("norm_qkv", "norm_gate_up")  # inputs of o_proj and down_proj are not smoothed, as in the authors' code
@@ -29,7 +29,7 @@ def smoothquant(
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     largest = input_maxima(policy, prompts)
     for block in policy.structure.blocks:
-        for pair in SMOOTHED:
+        for pair in (pair for pair in SMOOTHED if pair in block.producers):
             key = pair_key(block, pair)
             theta.smoothing[key] = migrated(largest[key], weight_maxima(block, pair), ALPHA)
         advance(1)
@@ -44,7 +44,7 @@ def migrated(x_max: Tensor, w_max: Tensor, alpha: float) -> Tensor:
 
 def weight_maxima(block: Block, pair: str) -> Tensor:
     """amax over the rows of all consumers of every weight column that one scale multiplies."""
-    columns = [dense_weight(block, name).abs().amax(0).float() for name in PAIRS[pair][1]]
+    columns = [dense_weight(block, name).abs().amax(0).float() for name in block.consumers(pair)]
     return by_query_head(torch.stack(columns).amax(0), block, pair).amax(0)
 
 

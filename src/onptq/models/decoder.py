@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from onptq.models.attention import grouped_mask, in_groups, trusted_attention, wants_groups
-from onptq.models.structure import Structure
+from onptq.models.structure import Block, Structure
 
 
 class KVCache:
@@ -26,6 +26,8 @@ class KVCache:
         shapes = [(batch, block.kv_heads, slots, block.head_dim) for block in structure.blocks]
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        # [B, slots] where each slot's token is, for blocks that do not see all before it
+        self.places = torch.zeros(batch, slots, dtype=torch.long, device=device) if structure.narrowed else None
         self.length = 0
 
     @property
@@ -42,6 +44,13 @@ class KVCache:
         self.values[layer][:, :, self.length : end] = value
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
+    def place(self, positions: Tensor) -> Tensor:
+        """Positions [B, K] of all keys once those of tokens at `positions` [B, S] have been added."""
+        assert self.places is not None
+        end = self.length + positions.shape[1]
+        self.places[:, self.length : end] = positions
+        return self.places[:, :end]
+
     def advance(self, tokens: int) -> None:
         self.length += tokens
 
@@ -53,6 +62,8 @@ class KVCache:
         for tensors in (self.keys, self.values):
             for layer, tensor in enumerate(tensors):
                 tensors[layer] = tensor[rows]
+        if self.places is not None:
+            self.places = self.places[rows]
 
 
 class SlotCache:
@@ -67,6 +78,10 @@ class SlotCache:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return keys.index_copy_(2, self.slot, key), values.index_copy_(2, self.slot, value)
 
+    def place(self, positions: Tensor) -> Tensor:
+        assert self.cache.places is not None
+        return self.cache.places.index_copy_(1, self.slot, positions)
+
     def advance(self, tokens: int) -> None:
         """Do nothing: the owner of the slot tensor moves it."""
 
@@ -78,6 +93,7 @@ class TreeCache:
         self.prefix = prefix
         self.keys: list[Tensor | None] = [None] * len(prefix.keys)
         self.values: list[Tensor | None] = [None] * len(prefix.values)
+        self.places: Tensor | None = None
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         old_key, old_value = self.keys[layer], self.values[layer]
@@ -87,6 +103,11 @@ class TreeCache:
         length = self.prefix.length
         prefix_key, prefix_value = self.prefix.keys[layer][:, :, :length], self.prefix.values[layer][:, :, :length]
         return torch.cat((prefix_key, key), dim=2), torch.cat((prefix_value, value), dim=2)
+
+    def place(self, positions: Tensor) -> Tensor:
+        assert self.prefix.places is not None
+        self.places = positions if self.places is None else torch.cat((self.places, positions), dim=1)
+        return torch.cat((self.prefix.places[:, : self.prefix.length], self.places), dim=1)
 
     def advance(self, tokens: int) -> None:
         """Do nothing: the prefix keeps its length."""
@@ -105,6 +126,29 @@ class Tokens:
     deepstack: Sequence[Tensor] = ()  # features [B, S, d] that DeepStack adds after the first blocks
 
 
+def layer_masks(structure: Structure, tokens: Tokens, cache: Cache | None = None) -> dict[str, Tensor | None]:
+    """The mask [B, 1, S, K] of every layer type; None where each slot sees itself and all before it."""
+    masks = {block.layer_type: tokens.mask for block in structure.blocks}
+    if not structure.narrowed:
+        return masks
+    queries = tokens.positions[0]
+    keys = queries if cache is None else cache.place(queries)
+    distance = queries[:, None, :, None] - keys[:, None, None, :]
+    mask = tokens.mask
+    if mask is None:
+        slots = torch.arange(queries.shape[1], device=queries.device)
+        mask = (slots[:, None] >= slots)[None, None]
+    for block in structure.blocks:
+        if masks[block.layer_type] is not tokens.mask:
+            continue
+        if block.window:
+            masks[block.layer_type] = mask & (distance < block.window)
+        elif block.chunk:
+            chunks = queries[:, None, :, None] // block.chunk == keys[:, None, None, :] // block.chunk
+            masks[block.layer_type] = mask & chunks
+    return masks
+
+
 def run_blocks(
     structure: Structure,
     tokens: Tokens,
@@ -113,26 +157,32 @@ def run_blocks(
     checkpointed: bool = False,
 ) -> Tensor:
     """The residual stream after the last block, before the final norm; `observe` sees it after every block."""
-    hidden, decoder, mask = tokens.embeds, structure.decoder, tokens.mask
-    positions = tokens.positions if tokens.positions.shape[0] > 1 else tokens.positions[0]
-    rotary = decoder.rotary_emb(hidden, positions)  # type: ignore[operator]
-    groups = structure.blocks[0].groups if wants_groups(mask) else 0
-    if mask is not None and groups:
-        mask = grouped_mask(mask, groups, hidden.dtype)
+    hidden = tokens.embeds
+    rotary = structure.rotary(hidden, tokens.positions)
+    masks = layer_masks(structure, tokens, cache)
+    grouped = any(map(wants_groups, masks.values()))
+    if grouped:
+        groups = {block.layer_type: block.groups for block in structure.blocks}
+        masks = {
+            kind: None if mask is None else grouped_mask(mask, groups[kind], hidden.dtype)
+            for kind, mask in masks.items()
+        }
     if checkpointed:
         hidden = hidden.detach().requires_grad_()  # or the first block's parameters would have no gradient
 
-    def step(block: nn.Module, hidden: Tensor) -> Tensor:
-        with trusted_attention(), in_groups(block) if groups else nullcontext():
-            out: Tensor = block(hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache)
+    def step(block: Block, hidden: Tensor) -> Tensor:
+        mask = masks[block.layer_type]
+        arguments = structure.arguments(block, tokens.positions, mask, rotary, cache)
+        with trusted_attention(), in_groups(block.module) if mask is not None and grouped else nullcontext():
+            out: Tensor = block.module(hidden, **arguments)
         return out
 
     for block in structure.blocks:
         if checkpointed:
             # Reentrant: no graph is built before a block runs again in the backward pass.
-            hidden = checkpoint(step, block.module, hidden, use_reentrant=True, preserve_rng_state=False)
+            hidden = checkpoint(step, block, hidden, use_reentrant=True, preserve_rng_state=False)
         else:
-            hidden = step(block.module, hidden)
+            hidden = step(block, hidden)
         if observe is not None:
             observe(block.index, hidden)
         if block.index < len(tokens.deepstack):

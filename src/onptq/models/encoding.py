@@ -15,6 +15,7 @@ from torch.nn import functional
 from onptq.models.attention import trusted_attention
 from onptq.models.family import TEXT
 from onptq.models.language_model import LanguageModel
+from onptq.models.masks import mutual_runs
 from onptq.models.processing import ModelInputs
 from onptq.models.structure import Structure
 from onptq.models.windows import windows_at_once
@@ -35,6 +36,7 @@ class EncodedPrompt:
     modality: Tensor  # [P] 0 text, 1 image, 2 audio
     deepstack: Tensor | None = None  # [n, P_visual, d]
     deepstack_at: Tensor | None = None  # [P_visual] where they are added
+    runs: Tensor | None = None  # [P] runs of tokens that see one another both ways, numbered from 1; 0 elsewhere
 
     @property
     def length(self) -> int:
@@ -54,6 +56,7 @@ class EncodedPrompt:
             embeds=torch.cat((self.embeds, embeds)),
             positions=torch.cat((self.positions, following.expand(self.positions.shape[0], -1)), dim=1),
             modality=torch.cat((self.modality, self.modality.new_zeros(len(ids)))),
+            runs=None if self.runs is None else torch.cat((self.runs, self.runs.new_zeros(len(ids)))),
         )
 
 
@@ -87,10 +90,10 @@ def encode_each(
 
 
 def _encode_chunk(model: LanguageModel, chunk: Sequence[Numbered]) -> list[EncodedPrompt]:
-    """One forward for all prompts that have the same kinds of input."""
-    alike: dict[frozenset[str], list[int]] = {}
+    """One forward for all prompts that have the same kinds of input and can stand side by side."""
+    alike: dict[tuple[frozenset[str], int | None], list[int]] = {}
     for index, (inputs, _) in enumerate(chunk):
-        alike.setdefault(frozenset(inputs.tensors), []).append(index)
+        alike.setdefault((frozenset(inputs.tensors), index if inputs.alone else None), []).append(index)
     encoded: dict[int, EncodedPrompt] = {}
     for indices in alike.values():
         prompts = _encode_alike(model.model, model.structure, [chunk[index] for index in indices])
@@ -109,6 +112,7 @@ def _encode_alike(model: nn.Module, structure: Structure, prompts: Sequence[Numb
     positions = _positions(handed.get("position_ids"), structure, tensors["input_ids"])
     features, seen = handed.get("deepstack_visual_embeds"), handed.get("visual_pos_masks")
     stacked = None if not features else torch.stack([feature.to(embeds.dtype) for feature in features])
+    mask = handed.get("attention_mask")
     encoded, taken = [], 0
     for row, (inputs, ordinal) in enumerate(prompts):
         length, deepstack, at = inputs.length, None, None
@@ -124,6 +128,7 @@ def _encode_alike(model: nn.Module, structure: Structure, prompts: Sequence[Numb
             modality=inputs.modality.to(device),
             deepstack=deepstack,
             deepstack_at=at,
+            runs=mutual_runs(mask, structure, length) if inputs.alone else None,
         )
         encoded.append(prompt)
     return encoded
@@ -175,7 +180,7 @@ def _chunks(inputs: Iterable[ModelInputs]) -> Iterator[list[ModelInputs]]:
         patches, frames = one.tensors.get("pixel_values", ()), one.tensors.get("feature_attention_mask")
         seen = len(patches) + (0 if frames is None else frames.numel())
         rows = (len(chunk) + 1) * max(tokens, one.length) + media + seen
-        if chunk and (len(chunk) == CHUNK_PROMPTS or rows > CHUNK_ROWS):
+        if chunk and (len(chunk) == CHUNK_PROMPTS or rows > CHUNK_ROWS or one.alone or chunk[-1].alone):
             yield chunk
             chunk, tokens, media = [], 0, 0
         chunk.append(one)
@@ -193,17 +198,12 @@ def _forget_positions(model: nn.Module) -> None:
 
 def _positions(given: Tensor | None, structure: Structure, ids: Tensor) -> Tensor:
     """[A, B, P] for ids [B, P]."""
-    axes = 3 if _is_mrope(structure) else 1
+    axes = structure.axes
     if given is None:
         given = torch.arange(ids.shape[1], device=ids.device)
     elif given.ndim == 3 and given.shape[0] == 4:  # transformers puts plain text positions in front of the three axes
         given = given[1:]
     return given.expand(axes, *ids.shape)
-
-
-def _is_mrope(structure: Structure) -> bool:
-    rope = getattr(structure.decoder.config, "rope_parameters", None) or {}
-    return "mrope_section" in rope
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,7 @@ class PromptBatch:
     real: Tensor  # [B, P] which slots hold a token
     next_position: Tensor  # [B]
     deepstack: tuple[Tensor, ...] = ()
+    runs: Tensor | None = None  # [B, P] of tokens that see one another both ways; 0 elsewhere
 
     @classmethod
     def of(cls, prompts: Sequence[EncodedPrompt]) -> PromptBatch:
@@ -233,8 +234,14 @@ class PromptBatch:
             if prompt.deepstack is not None:
                 for level, feature in zip(deepstack, prompt.deepstack, strict=True):
                     level[row, prompt.deepstack_at] = feature
+        runs = None
+        if any(prompt.runs is not None for prompt in prompts):
+            runs = torch.zeros(size, width, dtype=torch.long, device=device)
+            for row, prompt in enumerate(prompts):
+                if prompt.runs is not None:
+                    runs[row, : prompt.length] = prompt.runs
         next_position = torch.tensor([prompt.next_position for prompt in prompts], device=device)
-        return cls(tuple(prompts), embeds, positions, real, next_position, deepstack)
+        return cls(tuple(prompts), embeds, positions, real, next_position, deepstack, runs)
 
     @property
     def width(self) -> int:

@@ -44,11 +44,14 @@ class Family:
     token_types: bool = False  # whether the model computes positions from mm_token_type_ids (silently wrong without)
     towers: tuple[str, ...] = ()  # regexes of module names, on disk and at run time, that are never quantized
     other_models: tuple[str, ...] = ()  # on-disk prefixes of other models in the same checkpoint, copied as they are
+    linears: tuple[str, ...] = ()  # of its decoder, by name relative to it; empty: the usual seven of every layer
+    derived: bool = False  # whether it was found by structure rather than registered
+    by_processor: tuple[str, ...] = ()  # media that the checkpoint's own AutoProcessor prepares: image, audio
 
     @property
     def modalities(self) -> frozenset[str]:
         present = {"text": True, "image": self.image is not None, "audio": self.audio is not None}
-        return frozenset(name for name, has in present.items() if has)
+        return frozenset(name for name, has in present.items() if has or name in self.by_processor)
 
     @property
     def ignore(self) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ class ModelInputs:
 
     tensors: dict[str, Tensor]
     modality: Tensor  # [P] int8: TEXT, IMAGE or AUDIO
+    alone: bool = False  # whether its media cannot stand beside those of other prompts
 
     @property
     def input_ids(self) -> Tensor:  # [1, P]
@@ -63,6 +64,10 @@ class PromptProcessor:
     @classmethod
     def from_folder(cls, folder: Path, family: Family, config: Mapping[str, Any]) -> PromptProcessor:
         """Everything is read from the checkpoint's own files; `config` is its config.json."""
+        if family.by_processor:
+            from onptq.models.own_processor import OwnProcessor
+
+            return OwnProcessor.open(folder, family, config)
         from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, WhisperFeatureExtractor
 
         tokenizer = _load(AutoTokenizer, folder, TOKENIZER_FILES)
@@ -137,8 +142,8 @@ class PromptProcessor:
         return {"pixel_values": torch.cat([one["pixel_values"] for one in patches]), "image_grid_thw": grids}, counts
 
     def _patches(self, prompt: Prompt, media: Media) -> Mapping[str, Tensor]:
-        name = _name(prompt, "image", media)
-        data = _read(name, media)
+        name = media_name(prompt, "image", media)
+        data = read_media(name, media)
         try:
             patches: Mapping[str, Tensor] = self.image_processor(images=[read_image(data)], return_tensors="pt")
         except Exception as error:  # Pillow's decoders raise errors of every kind on broken files
@@ -162,21 +167,18 @@ class PromptProcessor:
         counts = [self.family.audio.count(length) for length in frames]
         for media, count in zip(prompt.audios, counts, strict=True):
             if count < 1:
-                raise OnPTQError(f"{_name(prompt, 'audio', media)} is too short: it gives no audio token")
+                raise OnPTQError(f"{media_name(prompt, 'audio', media)} is too short: it gives no audio token")
         spectrograms = features["input_features"][..., : max(frames)]  # [clips, mel bins, frames]
         return {"input_features": spectrograms, "feature_attention_mask": mask[:, : max(frames)]}, counts
 
     def _waveform(self, prompt: Prompt, media: Media) -> Any:
-        name, extractor = _name(prompt, "audio", media), self.feature_extractor
+        name, extractor = media_name(prompt, "audio", media), self.feature_extractor
         rate = extractor.sampling_rate
-        return read_audio(_read(name, media), name, rate, longest=extractor.n_samples / rate)
+        return read_audio(read_media(name, media), name, rate, longest=extractor.n_samples / rate)
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
-        text = _plain_text(prompt) if self.template is None else self._render(prompt)
-        try:
-            check_text_length(text)
-        except OnPTQError as error:
-            raise OnPTQError(f"{prompt}: {error}") from error
+        text = plain_text(prompt) if self.template is None else self._render(prompt)
+        check_text(prompt, text)
         # A template writes the beginning-of-text token itself.
         ids: list[int] = self.tokenizer(text, add_special_tokens=self.template is None, verbose=False)["input_ids"]
         if not ids:
@@ -188,6 +190,8 @@ class PromptProcessor:
         # The templates of text-only models take strings, and some drop a list of parts without a word.
         flat = self.family.modalities == {"text"}
         messages = [{**message, "content": _joined(message)} if flat else dict(message) for message in prompt.messages]
+        if self.family.by_processor:  # templates that know parts alone iterate over the letters of a text
+            messages = [{**message, "content": _parts(message)} for message in messages]
         try:
             return render(self.tokenizer, self.template, messages)
         except OnPTQError as error:
@@ -227,10 +231,16 @@ def context_length(config: Mapping[str, Any]) -> int | None:
         ) from None
 
 
-def _load(cls: Any, folder: Path, files: Sequence[str]) -> Any:
+def require_files(folder: Path, files: Sequence[str]) -> list[str]:
+    """Those of some files that a checkpoint has; refuse one that has none of them."""
     present = [name for name in files if (folder / name).is_file()]
-    if not present:  # transformers would make an empty tokenizer without a word
+    if not present:
         raise OnPTQError(f"{folder} has none of {', '.join(files)}; expected a checkpoint with all its files")
+    return present
+
+
+def _load(cls: Any, folder: Path, files: Sequence[str]) -> Any:
+    present = require_files(folder, files)  # transformers would make an empty tokenizer without a word
     try:
         return cls.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # broken files raise errors of every kind, down to those of the tokenizers library
@@ -262,23 +272,35 @@ def _placeholder_ids(family: Family, tokenizer: Any, config: Mapping[str, Any]) 
         yield kind, own
 
 
-def _plain_text(prompt: Prompt) -> str:
+def check_text(prompt: Prompt, text: str) -> None:
+    """Refuse a text that is too long for any model."""
+    try:
+        check_text_length(text)
+    except OnPTQError as error:
+        raise OnPTQError(f"{prompt}: {error}") from error
+
+
+def plain_text(prompt: Prompt) -> str:
+    """The text of a prompt for a model without a chat template."""
     if prompt.images or prompt.audios:
         raise OnPTQError(f"{prompt} has images or audio: they need a chat template, this model has none")
     return "\n".join(_joined(message) for message in prompt.messages)
 
 
 def _joined(message: Mapping[str, Any]) -> str:
+    return "".join(part.get("text", "") for part in _parts(message))
+
+
+def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     content = message["content"]
-    parts: Iterable[Mapping[str, Any]] = [{"text": content}] if isinstance(content, str) else content
-    return "".join(part.get("text", "") for part in parts)
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _name(prompt: Prompt, what: str, media: Media) -> str:
+def media_name(prompt: Prompt, what: str, media: Media) -> str:
     return f"{prompt}: {what} {media.path or media.sha256[:12]}"
 
 
-def _read(name: str, media: Media) -> bytes:
+def read_media(name: str, media: Media) -> bytes:
     try:
         return media.read()
     except OSError as error:

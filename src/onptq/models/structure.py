@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from onptq.errors import OnPTQError
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEARS = {name: ("self_attn", name) for name in ATTENTION} | {name: ("mlp", name) for name in MLP}
+QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # linears that some classes fuse, their parts row by row
+PLACES = LINEARS | {QKV: ("self_attn", QKV), GATE_UP: ("mlp", GATE_UP)}
 NORMS = ("input_layernorm", "post_attention_layernorm")
+
+# (usual producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
+PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "norm_qkv": ("input_layernorm", ("q_proj", "k_proj", "v_proj")),
+    "norm_gate_up": ("post_attention_layernorm", ("gate_proj", "up_proj")),
+    "v_o": ("v_proj", ("o_proj",)),
+    "up_down": ("up_proj", ("down_proj",)),
+}
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # layer types of transformers
+POSITIONS, SHARED = "position_ids", "shared_kv_states"  # arguments that some attentions require
+BEFORE_MLP = "pre_feedforward_layernorm"
+PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
+
+
+Rotary = Mapping[str, tuple[Tensor, Tensor]]  # cosines and sines by layer type
 
 
 @dataclass(frozen=True)
@@ -25,6 +43,33 @@ class Block:
     heads: int
     kv_heads: int
     head_dim: int
+    producers: Mapping[str, str] = field(default_factory=lambda: PRODUCERS)  # by pair; only pairs that fold
+    linears: tuple[str, ...] = tuple(LINEARS)
+    layer_type: str = FULL
+    window: int | None = None  # tokens that a query of sliding-window attention sees, itself among them
+    chunk: int | None = None  # tokens of a chunk, beyond which chunked attention sees nothing
+    wants: frozenset[str] = frozenset()  # arguments that its attention requires besides the usual ones
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms that smoothing folds into."""
+        return tuple(name for name in self.producers.values() if name not in PLACES)
+
+    def consumers(self, pair: str) -> tuple[str, ...]:
+        """The linears whose input columns a pair's smoothing multiplies."""
+        fused = {"norm_qkv": QKV, "norm_gate_up": GATE_UP}.get(pair)
+        return tuple(name for name in self.linears if name in PAIRS[pair][1] or name == fused)
+
+    def emitted(self, producer: str) -> int:
+        """The first row of a producer that its smoothing divides: values are the last of q, k, v, and up is behind gate."""
+        if producer == QKV:
+            return (self.heads + self.kv_heads) * self.head_dim
+        rows: int = self.child(producer).weight.shape[0]  # type: ignore[union-attr, index, assignment]
+        return rows // 2 if producer == GATE_UP else 0
+
+    def pair_out_of(self, producer: str) -> str | None:
+        """The pair whose smoothing divides what a norm or linear emits; None where nothing is divided."""
+        return next((pair for pair, name in self.producers.items() if name == producer), None)
 
     @property
     def groups(self) -> int:
@@ -32,7 +77,7 @@ class Block:
         return self.heads // self.kv_heads
 
     def owner(self, name: str) -> nn.Module:
-        parent = LINEARS[name][0] if name in LINEARS else None
+        parent = PLACES[name][0] if name in PLACES else None
         return getattr(self.module, parent) if parent else self.module
 
     def child(self, name: str) -> nn.Module:
@@ -44,7 +89,7 @@ class Block:
 
     def path(self, name: str) -> str:
         """The name relative to the decoder, as checkpoints spell it: `layers.3.self_attn.q_proj`."""
-        return ".".join((f"layers.{self.index}", *LINEARS.get(name, (name,))))
+        return ".".join((f"layers.{self.index}", *PLACES.get(name, (name,))))
 
 
 @dataclass(frozen=True)
@@ -54,6 +99,39 @@ class Structure:
     decoder: nn.Module
     blocks: tuple[Block, ...]
     head: nn.Linear
+
+    @property
+    def axes(self) -> int:
+        """Axes of a position: three under M-RoPE, else one."""
+        rope = getattr(self.decoder.config, "rope_parameters", None) or {}
+        return 3 if "mrope_section" in rope else 1
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether any block sees fewer tokens than all before it."""
+        return any(block.window or block.chunk for block in self.blocks)
+
+    def arguments(self, block: Block, positions: Tensor, mask: Tensor | None, rotary: Rotary, cache: Any = None) -> Any:
+        """The keyword arguments of a block, or of its attention, for tokens at positions [A, B, S]."""
+        arguments = {
+            "attention_mask": mask,
+            "position_embeddings": rotary[block.layer_type],
+            "past_key_values": cache,
+        }
+        if POSITIONS in block.wants:
+            arguments[POSITIONS] = positions[0]
+        if SHARED in block.wants:
+            arguments[SHARED] = {}  # what a layer leaves there for another one: no layer may read it
+        return arguments
+
+    def rotary(self, hidden: Tensor, positions: Tensor) -> Rotary:
+        """Cosines and sines of positions [A, B, S], by layer type."""
+        embed: Any = self.decoder.rotary_emb
+        at = positions if positions.shape[0] > 1 else positions[0]
+        types = dict.fromkeys(block.layer_type for block in self.blocks)
+        if "layer_type" in signature(embed.forward).parameters:
+            return {layer_type: embed(hidden, at, layer_type) for layer_type in types}
+        return dict.fromkeys(types, embed(hidden, at))
 
     @property
     def has_plain_head(self) -> bool:
@@ -72,15 +150,33 @@ def find_structure(model: nn.Module, *, linears: type[nn.Module] = nn.Linear) ->
     `linears` is the type that linears and head must have: `nn.Module` admits packed ones of any quantizer."""
     decoders = [module for module in model.modules() if _is_decoder(module, linears)]
     if len(decoders) != 1:
+        near = "" if decoders else "".join(f"; {lack}" for lack in _lacks(model, linears))
         raise OnPTQError(
             f"{type(model).__name__} has {len(decoders)} language models with q/k/v/o and gate/up/down linears in "
-            "every layer; expected exactly one"
+            f"every layer; expected exactly one{near}"
         )
     decoder = decoders[0]
     head = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, linears):
         raise OnPTQError(f"{type(model).__name__} has no linear output head; expected an autoregressive language model")
-    return Structure(decoder, tuple(_blocks(decoder)), head)  # type: ignore[arg-type]
+    structure = Structure(decoder, tuple(_blocks(decoder)), head)  # type: ignore[arg-type]
+    if structure.narrowed and structure.axes > 1:
+        raise OnPTQError(f"{type(decoder).__name__} has sliding-window attention over M-RoPE positions: unsupported")
+    return structure
+
+
+def _lacks(model: nn.Module, linears: type[nn.Module]) -> Iterator[str]:
+    """What the first unsuitable layer of everything that has embeddings and layers lacks."""
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "embed_tokens"):
+            for index, layer in enumerate(module.layers):  # type: ignore[arg-type]
+                if not _is_block(layer, linears):
+                    missing = _missing(layer, linears)
+                    missing += [
+                        f"a weight of {norm}" for norm in NORMS if not hasattr(getattr(layer, norm, None), "weight")
+                    ]
+                    yield f"{path}: layers.{index} ({type(layer).__name__}) lacks {', '.join(missing)}"
+                    break
 
 
 def _is_decoder(module: nn.Module, linears: type[nn.Module]) -> bool:
@@ -91,19 +187,82 @@ def _is_decoder(module: nn.Module, linears: type[nn.Module]) -> bool:
 
 
 def _is_block(layer: nn.Module, linears: type[nn.Module]) -> bool:
-    seven = all(
-        isinstance(getattr(getattr(layer, parent, None), name, None), linears) for parent, name in LINEARS.values()
-    )
-    return seven and all(hasattr(getattr(layer, norm, None), "weight") for norm in NORMS)
+    return not _missing(layer, linears) and all(hasattr(getattr(layer, norm, None), "weight") for norm in NORMS)
+
+
+def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
+    """Those of the seven linears that a layer has neither alone nor fused; values may be keys (Gemma 4's v_proj is None)."""
+
+    def has(name: str) -> bool:
+        parent, child = PLACES[name]
+        return isinstance(getattr(getattr(layer, parent, None), child, None), linears)
+
+    missing = [name for name in LINEARS if not has(name)]
+    if has(QKV):
+        missing = [name for name in missing if name not in PAIRS["norm_qkv"][1]]
+    if has(GATE_UP):
+        missing = [name for name in missing if name not in PAIRS["norm_gate_up"][1]]
+    if missing == ["v_proj"] and getattr(getattr(layer, "self_attn", None), "v_proj", layer) is None:
+        missing = []
+    return [".".join(LINEARS[name]) for name in missing]
+
+
+def _linears(layer: nn.Module) -> tuple[str, ...]:
+    """The names of a layer's linears, in the order in which it runs them."""
+    order = ("q_proj", "k_proj", "v_proj", QKV, "o_proj", "gate_proj", "up_proj", GATE_UP, "down_proj")
+    return tuple(name for name in order if getattr(getattr(layer, PLACES[name][0]), name, None) is not None)
 
 
 def _blocks(decoder: nn.Module) -> Iterator[Block]:
     config: Any = decoder.config
+    types = getattr(config, "layer_types", None)
     for index, layer in enumerate(decoder.layers):  # type: ignore[arg-type]
         attention = layer.self_attn
-        if getattr(attention, "sliding_window", None):
+        window = getattr(attention, "sliding_window", None) or (
+            None if types else getattr(config, "sliding_window", None)
+        )
+        layer_type = types[index] if types else SLIDING if window else FULL
+        if layer_type not in (FULL, SLIDING, CHUNKED):
             raise OnPTQError(
-                f"layer {index} uses sliding-window attention ({attention.sliding_window} tokens); "
-                "only full attention is supported, set use_sliding_window to false if the model allows it"
+                f"layer {index} ({type(layer).__name__}) is of type {layer_type!r}; expected one of {FULL}, {SLIDING}, "
+                f"{CHUNKED}"
             )
-        yield Block(index, layer, config.num_attention_heads, config.num_key_value_heads, attention.head_dim)
+        yield Block(
+            index,
+            layer,
+            _heads(attention, "o_proj", "in_features") or config.num_attention_heads,
+            _heads(attention, "k_proj", "out_features") or config.num_key_value_heads,
+            attention.head_dim,
+            _producers(layer),
+            _linears(layer),
+            layer_type,
+            (window or config.sliding_window) if layer_type == SLIDING else None,
+            config.attention_chunk_size if layer_type == CHUNKED else None,
+            frozenset(name for name in (POSITIONS, SHARED) if _requires(attention, name)),
+        )
+
+
+def _requires(module: nn.Module, argument: str) -> bool:
+    parameter = signature(module.forward).parameters.get(argument)
+    return parameter is not None and parameter.default is Parameter.empty
+
+
+def _producers(layer: nn.Module) -> Mapping[str, str]:
+    """The producers of a block's pairs: with sandwich norms, gate and up read a norm of their own."""
+    producers = dict(PRODUCERS)
+    if hasattr(layer, BEFORE_MLP):
+        producers["norm_gate_up"] = BEFORE_MLP
+    present = _linears(layer)
+    if QKV in present:
+        producers["v_o"] = QKV
+    elif "v_proj" not in present:
+        del producers["v_o"]
+    if GATE_UP in present:
+        producers["up_down"] = GATE_UP
+    return producers
+
+
+def _heads(attention: Any, name: str, features: str) -> int:
+    """The heads of one layer by a linear's width; those of another type may have fewer. 0 where it is not a plain one."""
+    linear = getattr(attention, name, None)
+    return getattr(linear, features) // attention.head_dim if type(linear) is nn.Linear else 0

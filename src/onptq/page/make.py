@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from onptq.evaluate.candidates import folder_name
 from onptq.files import atomically, to_json
 from onptq.page.collect import collect
 from onptq.page.contract import Page
@@ -15,6 +16,7 @@ from onptq.page.plots import candidate_plots, page_plots, run_plots
 from onptq.page.receipt import receipt
 from onptq.page.rounds import collect_run, with_rounds
 from onptq.page.side_by_side import merge
+from onptq.page.vega import write_svg
 from onptq.page.write import write_page
 
 
@@ -30,6 +32,20 @@ def make(folders: Sequence[Path], out: Path | None = None) -> Path:
         with atomically(path.with_name(RECEIPT)) as temporary:
             temporary.write_text(to_json(receipt(places[0]), indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def draw(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Write every picture of the page of these folders as an SVG into `out`, and return the files."""
+    places = [find(folder) for folder in folders]
+    page = with_plots(gather(places), places)
+    named = [(plot.id, plot) for plot in page.plots]
+    named += [(f"{folder_name(one.name)}-{plot.id}", plot) for one in page.candidates for plot in one.plots]
+    out.mkdir(parents=True, exist_ok=True)
+    files = []
+    for name, plot in named:
+        files.append(out / f"{name}.svg")
+        write_svg(plot, files[-1])
+    return files
 
 
 def gather(places: Sequence[Place]) -> Page:

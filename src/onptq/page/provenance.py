@@ -8,7 +8,7 @@ from typing import Any
 from onptq.checkpoint.serving import VLLM, serve_command, serving
 from onptq.page.contract import Served
 from onptq.registry import METHODS
-from onptq.schemes import Scheme
+from onptq.schemes import Floats, Grid, Scheme
 
 
 def served_by(scheme: str | None) -> list[Served]:
@@ -28,13 +28,20 @@ def how_made(identity: Mapping[str, Any]) -> str:
     if "scheme" not in identity:
         return "A checkpoint that was made elsewhere."
     scheme = Scheme.parse(identity["scheme"])
-    bits = f"weights in {scheme.weight_bits} bits"
-    bits += f" by groups of {scheme.group_size}" if scheme.group_size is not None else ""
+    bits = f"weights in {_numbers(scheme.weight_grid)}"
+    rows = f"{scheme.block_rows} x " if scheme.block_rows > 1 else ""
+    bits += f" by groups of {rows}{scheme.group_size}" if scheme.group_size is not None else ""
     bits += (
-        f", activations in {scheme.activation_bits}" if scheme.quantizes_activations else ", activations as they were"
+        f", activations in {_numbers(scheme.activation_grid)}"
+        if scheme.quantizes_activations
+        else ", activations as they were"
     )
     recipe, method = identity.get("recipe"), identity.get("method")
     if recipe is not None:
         rounds = "one round" if recipe["rounds"] == 1 else f"{recipe['rounds']} rounds"
         return f"Decoder {bits}: {METHODS.label(recipe['init'])}, then {rounds} of {method}."
     return f"Decoder {bits}: {METHODS.label(method)}." if method else f"Decoder {bits}, by a finished run."
+
+
+def _numbers(grid: Grid) -> str:
+    return f"{grid.bits}-bit floats" if isinstance(grid, Floats) else f"{grid} bits"

@@ -13,6 +13,7 @@ import yaml
 
 from onptq.bank import BANK, ROLLOUTS, Trajectory, read_trajectories
 from onptq.bank import States as Bank
+from onptq.checkpoint.folder import CONFIG
 from onptq.data.prompts import Media as Source
 from onptq.errors import OnPTQError
 from onptq.evaluate.asked import Asked
@@ -78,10 +79,12 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
     stages = list(stages_of(home, recipe))
     rows = pq.read_table(home / "prompts.parquet").to_pylist() if (home / "prompts.parquet").is_file() else []
     texts = _texts(checkpoint, rows, stages)
-    placeholders = _placeholders(record["model"]["family"])
+    placeholders = _placeholders(record["model"]["family"], checkpoint, texts)
     asked = [_asked(row, texts, placeholders) for row in rows]
     size = (summary.get("checkpoint") or {}).get("bytes")
-    candidates = [_candidate(stage, recipe, asked, texts, size) for stage in stages] or [_unanswered(recipe, size)]
+    candidates = [_candidate(stage, recipe, asked, texts, size) for stage in stages] or [
+        _unanswered(recipe, size, len(asked))
+    ]
     album = Album()
     prompts = [
         Question(
@@ -118,7 +121,8 @@ def with_rounds(page: Page, home: Path, checkpoint: Path) -> Page:
     rows = [row for row in pq.read_table(file).to_pylist() if row["role"] == "calibration"]
     if not stages or not rows:
         return page
-    texts, placeholders = _texts(checkpoint, rows, stages), _placeholders(record["model"]["family"])
+    texts = _texts(checkpoint, rows, stages)
+    placeholders = _placeholders(record["model"]["family"], checkpoint, texts)
     asked = [_asked(row, texts, placeholders) for row in rows]
     rounds = [_candidate(stage, recipe, asked, texts, None) for stage in stages]
     shown = [place for place in range(len(asked)) if any(one.responses[place] is not None for one in rounds)]
@@ -238,11 +242,18 @@ def _riskiest(responses: Sequence[Response | None], most: int = MOST) -> list[Re
     return [one if place in kept else None for place, one in enumerate(responses)]
 
 
-def _unanswered(recipe: Recipe, size: int | None) -> Candidate:
-    """The result of a run that asked nothing."""
-    how = how_made({"scheme": recipe.scheme, "method": recipe.init})
+def _unanswered(recipe: Recipe, size: int | None, prompts: int) -> Candidate:
+    """The result of a run in which it answered none of the prompts."""
     return Candidate(
-        "result", "result", how, verdict((), None, Resampler()), {}, recipe.scheme, size, served_by(recipe.scheme)
+        "result",
+        "result",
+        how_made({"scheme": recipe.scheme, "method": recipe.init}),
+        verdict((), None, Resampler()),
+        {},
+        recipe.scheme,
+        size,
+        served_by(recipe.scheme),
+        responses=[None] * prompts,
     )
 
 
@@ -274,8 +285,12 @@ def _texts(checkpoint: Path, rows: Sequence[Mapping[str, Any]], stages: Sequence
     return TokenTexts.of(AutoTokenizer.from_pretrained(checkpoint, local_files_only=True), ids)
 
 
-def _placeholders(family: str) -> dict[str, str]:
+def _placeholders(family: str, checkpoint: Path, texts: TokenTexts) -> dict[str, str]:
     """By the text of a token that stands for it, image or audio."""
+    if family not in FAMILIES:
+        config = read_json(checkpoint / CONFIG) if (checkpoint / CONFIG).is_file() else {}
+        ids = {kind: config.get(f"{kind}_token_id", config.get(f"{kind}_token_index")) for kind in ("image", "audio")}
+        return {texts.shown(token): kind for kind, token in ids.items() if isinstance(token, int)}
     known = FAMILIES[family]
     both = ((known.image, "image"), (known.audio, "audio"))
     return {one.token: kind for one, kind in both if one is not None}

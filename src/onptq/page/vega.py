@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,8 +132,13 @@ def floor_of(kls: Sequence[float]) -> str:
     return f" Values below {LEAST_KL:g} are drawn there." if min(kls) < LEAST_KL else ""
 
 
-def write_svg(plot: Plot, path: Path) -> None:
-    """Write the plot as an SVG that can be read on light and on dark ground. Nothing is downloaded."""
+def can_draw() -> bool:
+    """Whether the optional package that draws pictures as files is installed."""
+    return find_spec("vl_convert") is not None
+
+
+def draw_svg(plot: Plot) -> str:
+    """The plot as an SVG that can be read on light and on dark ground. Nothing is downloaded."""
     try:
         import vl_convert
     except ImportError:
@@ -143,8 +149,14 @@ def write_svg(plot: Plot, path: Path) -> None:
     except ValueError as error:
         raise OnPTQError(f"the picture {plot.id!r} cannot be drawn: {error}") from error
     head, opened, body = drawn.partition(">")
+    return f"{head}{opened}{PRINT_STYLE}{body}"
+
+
+def write_svg(plot: Plot, path: Path) -> None:
+    """Write the plot as an SVG."""
+    text = draw_svg(plot)
     with atomically(path) as temporary:
-        temporary.write_text(f"{head}{opened}{PRINT_STYLE}{body}", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _scale(names: Sequence[str], parts: Sequence[Any]) -> dict[str, Any]:

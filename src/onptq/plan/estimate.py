@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from onptq import methods
 from onptq.cycle.compare import LOGIT_BYTES
@@ -31,7 +32,7 @@ class Memory:
     scheme: Scheme
     compute: int  # bytes of a number in the compute dtype
     budgets: Budgets
-    on_gpu: bool = False  # where kernels round weights and leave no intermediate results
+    on_gpu: bool = False
     converted: int = 0  # bytes of files that are read into another dtype on the host
 
     def phases(self) -> Mapping[str, Terms]:
@@ -51,6 +52,11 @@ class Memory:
     @property
     def weights(self) -> int:
         return self.shapes.loaded * self.compute
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a kernel rounds weights and leaves no intermediate results."""
+        return self.on_gpu and self.scheme.weight_floats is None
 
     @property
     def packed(self) -> int:
@@ -79,7 +85,9 @@ class Memory:
     def files(self) -> int:
         """Thetas that the run writes beside the checkpoint: the init and one of every round."""
         recipe, scheme = self.work.recipe, self.scheme
-        in_halves = recipe.settles and scheme.symmetric and scheme.weight_bits <= 4  # two codes share a byte
+        in_halves = (
+            recipe.settles and scheme.symmetric and scheme.weight_bits <= 4 and not scheme.weight_floats
+        )  # 2 a byte
         scales = (1 + recipe.settles) * WIDE * self.shapes.scales
         return (1 + recipe.rounds) * (scales + _total(self.theta()) // (1 + in_halves))
 
@@ -102,8 +110,9 @@ class Memory:
 
     def prefixes(self, sides: int) -> Terms:
         """Cached keys and values of `sides` policies: calibration and held-out prompts, each within the budget."""
-        token = 2 * self.shapes.layers * self.shapes.kv * self.compute
-        each = (sides * count * self.work.length * token for count in (self.work.followed, self.work.holdout))
+        work, token = self.work, 2 * self.shapes.layers * self.shapes.kv * self.compute
+        own = (ceil(count * work.share(work.batches(count))) for count in (work.followed, work.holdout))
+        each = (sides * count * work.length * token for count in own)
         budget = self.budgets.prefixes
         return {"prefix caches": sum(size if budget is None else min(budget, size) for size in each)}
 
@@ -115,14 +124,14 @@ class Memory:
 
     def rounded(self) -> int:
         """One weight on its way to codes."""
-        return self.shapes.largest * (self.compute if self.on_gpu else TEMPORARIES * WIDE)
+        return self.shapes.largest * (self.compute if self.by_kernel else TEMPORARIES * WIDE)
 
     def graph(self, tokens: int, keys: int, blocks: int, settled: bool) -> Terms:
         """The graph of a backward pass of `blocks`: rounded weights, without a kernel also what they were made of, and
         the inputs of every operation, those of linears rounded too."""
         shapes, linear = self.shapes, 2 if self.scheme.quantizes_activations else 1
         weight = self.compute * (2 if settled and self.scheme.group_size else 1)
-        weight += 0 if settled or self.on_gpu else 2 * WIDE
+        weight += 0 if settled or self.by_kernel else 2 * WIDE
         widths = (5 * linear + 8) * shapes.hidden + (linear + 6) * shapes.query + (linear + 4) * shapes.ffn
         token = self.compute * widths + 4 * WIDE * shapes.hidden + keys * (1 + self.compute)
         return {
@@ -180,7 +189,8 @@ class Memory:
 
     def calibrate(self) -> Terms:
         work, shapes, calibrate = self.work, self.shapes, self.work.recipe.calibrate
-        hidden = (work.followed + work.holdout) * work.length * shapes.hidden * self.compute
+        targeted = ceil(work.target_share * work.followed) + ceil(work.dealt(work.holdout) * work.holdout)
+        hidden = targeted * work.length * shapes.hidden * self.compute
         budget, targets = self.budgets.targets, shapes.layers * hidden
         tokens = work.micro_batch * work.longest
         blocks = 1 if calibrate.checkpointing else shapes.layers

@@ -49,35 +49,59 @@ class Machine:
     device_free: int  # bytes of GPU memory, or of the host's on a CPU
     host_free: int | None  # bytes; None where nobody knows
     gpu: Gpu | None = None  # whose data sheet gives the rates; None where they are measured
+    gpus: int = 1  # of this kind, each with so much free memory and a process of its own
 
     @property
     def on_gpu(self) -> bool:
         return self.device != "cpu"
 
 
-def this_machine(compute: ComputeConfig) -> Machine:
-    """This machine. Raises where it lacks the recipe's device."""
+def this_machine(compute: ComputeConfig, gpus: int = 1) -> Machine:
+    """This machine. Raises where it lacks the recipe's device, or so many GPUs."""
     device = choose_device(compute.device)
+    here = torch.cuda.device_count() if device.type == "cuda" else 0
+    if gpus > max(1, here):
+        raise OnPTQError(
+            f"--gpus {gpus}: this machine has {here} for this recipe; expected --gpu or --gpu-memory, for GPUs that are "
+            "not here"
+        )
     dtype, free = choose_dtype(compute.dtype, device), free_memory(device)
     if device.type == "cuda":
-        return Machine(str(device), torch.cuda.get_device_name(device), dtype, free, host_free())
+        return Machine(str(device), torch.cuda.get_device_name(device), dtype, free, host_free(), gpus=gpus)
     threads = torch.get_num_threads()
     name = f"{_processor()} ({threads} thread{'s' if threads > 1 else ''})"
     return Machine("cpu", name, dtype, free, free)
 
 
-def machine_with(gpu: str, compute: ComputeConfig) -> Machine:
-    """A machine with that GPU, all of whose memory is free. The beginning of a name will do where no other has it."""
+def machine_with(gpu: str | None, compute: ComputeConfig, memory: float | None = None, gpus: int = 1) -> Machine:
+    """A machine with so many of that GPU, all of whose memory is free, or `memory` GiB of each.
+
+    The beginning of a name will do where no other has it. Without one, the slowest GPU that is sold with so much memory."""
+    sheet = _named(gpu) if gpu is not None else _sold_with(memory)
+    if compute.device == "cpu":
+        raise OnPTQError(f"--gpu {sheet.name} plans for a GPU, and compute.device is cpu: expected one of them")
+    if compute.dtype == "float32":
+        raise OnPTQError("--gpu knows the rates of 16-bit GEMMs: expected compute.dtype auto, bfloat16 or float16")
+    dtype = torch.bfloat16 if compute.dtype == "auto" else DTYPES[compute.dtype]
+    gib = sheet.gib if gpu is None or memory is None else memory
+    return Machine("cuda:0", sheet.name, dtype, int(gib * 2**30), None, sheet, gpus)
+
+
+def _named(gpu: str) -> Gpu:
     names = [name for name in GPUS if name.startswith(gpu.lower())]
     if len(names) != 1:
         hint = did_you_mean(gpu, GPUS, names if gpu else ())
         raise OnPTQError(f"unknown --gpu {gpu!r}{hint}; expected one of {', '.join(GPUS)}")
-    if compute.device == "cpu":
-        raise OnPTQError(f"--gpu {gpu} plans for a GPU, and compute.device is cpu: expected one of them")
-    if compute.dtype == "float32":
-        raise OnPTQError("--gpu knows the rates of 16-bit GEMMs: expected compute.dtype auto, bfloat16 or float16")
-    sheet, dtype = GPUS[names[0]], torch.bfloat16 if compute.dtype == "auto" else DTYPES[compute.dtype]
-    return Machine("cuda:0", sheet.name, dtype, int(sheet.gib * 2**30), None, sheet)
+    return GPUS[names[0]]
+
+
+def _sold_with(memory: float | None) -> Gpu:
+    by_memory = {gpu: float(gpu.name.rpartition("-")[2].removesuffix("g")) for gpu in GPUS.values()}
+    alike = [gpu for gpu, gib in by_memory.items() if gib == memory]
+    if not alike:
+        known = ", ".join(f"{gib:g}" for gib in sorted(set(by_memory.values())))
+        raise OnPTQError(f"--gpu-memory {memory:g}: expected one of {known}, or --gpu beside it, whose rates are taken")
+    return min(alike, key=lambda gpu: gpu.bf16)
 
 
 def _processor() -> str:

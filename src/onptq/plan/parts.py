@@ -74,7 +74,7 @@ class Parts:
 def find_parts(source: Source, scheme: Scheme) -> Parts:
     """The parts of a checkpoint. Raises where it is damaged or has no decoder."""
     family, checkpoint = source.family, source.checkpoint.require_whole()
-    decoder = find_decoder(checkpoint.tensors, (*family.ignore, *family.other_models))
+    decoder = find_decoder(checkpoint.tensors, (*family.ignore, *family.other_models), family.linears)
     grouped = _by_part(checkpoint, decoder, family)
     written = output_bytes(checkpoint, decoder, scheme)
     saved = checkpoint.weight_bytes - written
@@ -124,20 +124,20 @@ def _shapes(
     config: Mapping[str, Any],
 ) -> Shapes:
     weights = {name: checkpoint.tensors[f"{decoder.prefix}{name}.weight"] for name in decoder.linears}
-    first = {name.rpartition(".")[2]: weights[name].shape for name in decoder.linears[:7]}
+    first = {name.rpartition(".")[2]: weights[name].shape for name in weights if name.startswith("layers.0.")}
     blocks = [0] * decoder.layers
     for name, weight in weights.items():
         blocks[int(name.split(".")[1])] += weight.numel
     text, vision = text_config(config), thinker_config(config).get("vision_config") or {}
     embeddings = checkpoint.tensors.get(f"{decoder.prefix}embed_tokens.weight")
-    query = first["q_proj"][0]
+    query = first["o_proj"][1]
     count = {name: _parameters(tensors) for name, tensors in grouped.items()}
     return Shapes(
         layers=decoder.layers,
-        hidden=first["q_proj"][1],
+        hidden=first["o_proj"][0],
         ffn=first["down_proj"][1],
         query=query,
-        kv=first["k_proj"][0],
+        kv=first["k_proj"][0] if "k_proj" in first else (first["qkv_proj"][0] - query) // 2,
         head_dim=int(text.get("head_dim") or query // int(text.get("num_attention_heads") or 1)),
         vocabulary=embeddings.shape[0] if embeddings else int(text.get("vocab_size", 0)),
         linears=sum(blocks),
@@ -146,10 +146,7 @@ def _shapes(
         loaded=sum(count.values()) - count[OTHER_MODELS],
         vision=count[VISION],
         audio=count[AUDIO],
-        scales=sum(
-            weight.shape[0] * math.ceil(weight.shape[1] / (scheme.group_size or weight.shape[1]))
-            for weight in weights.values()
-        ),
+        scales=sum(math.prod(scheme.scale_shape(*weight.shape)) for weight in weights.values()),
         deepstack=len(vision.get("deepstack_visual_indexes") or ()),
         patches=int(vision.get("spatial_merge_size", 2)) ** 2,
     )

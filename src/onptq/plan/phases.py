@@ -42,15 +42,17 @@ class Phase:
 
 
 def run_phases(memory: Memory) -> Iterator[Phase]:
-    """Every phase in the order of the run."""
+    """Every phase in the order of the run: on each GPU, and on the host of all of them."""
+    processes = memory.work.gpus
     for name, terms in memory.phases().items():
         if not memory.on_gpu:
             yield Phase(name, {}, terms | {"process": PROCESS_BYTES})
             continue
-        host = {"process": GPU_PROCESS_BYTES}
-        if name in ("Load", "Verify"):  # models pass through the host
-            packed = memory.packed if name == "Verify" else 0
-            host |= {"weights": memory.weights, "files being read": memory.converted, "packed weights": packed}
+        host = {"process": processes * GPU_PROCESS_BYTES}
+        if name == "Load":  # models pass through the host
+            host |= {"weights": processes * memory.weights, "files being read": processes * memory.converted}
+        elif name == "Verify":  # by one process
+            host |= {"weights": memory.weights, "files being read": memory.converted, "packed weights": memory.packed}
         elif name == "Initialize" and memory.init_rounds:
             host |= {f"{term}, being written": count for term, count in memory.theta().items()}
         yield Phase(name, terms | {"context": GPU_CONTEXT_BYTES}, host)
@@ -93,7 +95,8 @@ def fitting_changes(recipe: Recipe, excess: Callable[[Recipe], int]) -> list[str
 def _sides(machine: Machine) -> Iterator[tuple[str, int, Callable[[Phase], Terms]]]:
     """The memories that a run must fit into, as far as their size is known."""
     if machine.on_gpu:
-        yield "GPU memory", machine.device_free, lambda phase: phase.gpu
+        each = f" on each of {machine.gpus} GPUs" if machine.gpus > 1 else ""
+        yield f"GPU memory{each}", machine.device_free, lambda phase: phase.gpu
     if machine.host_free is not None:
         yield "host memory", machine.host_free, lambda phase: phase.host
 

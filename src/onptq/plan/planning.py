@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from onptq.schemes import Scheme
 RANGE = 2.0  # a run takes between the estimate divided by this and the estimate times this
 FEW_SECONDS = 5.0  # below which the estimate says little: starting and ending a run take about as long
 CROWDED = 2.0  # times that the run's threads are slower than one, from which on it is worth a warning
+DATA_PARALLEL = "data parallel"
 MODELLED_INITS = ("search", "rtn", "signround", "search+signround")
 Given = str | Path | Sequence[Prompt] | None  # prompts: a manifest, or the prompts themselves
 
@@ -68,12 +70,20 @@ class Plan:
         return max((phase.gpu_bytes if on_gpu else phase.host_bytes for phase in self.phases), default=0)
 
     @property
+    def strategy(self) -> str | None:
+        """How the run uses its devices; None where it cannot run."""
+        if self.refusals or self.machine is None:
+            return None
+        return DATA_PARALLEL if self.machine.gpus > 1 else "one GPU" if self.machine.on_gpu else "one CPU"
+
+    @property
     def verdict(self) -> str:
         """One sentence: whether the run fits and how long it takes, or why it cannot run."""
         if self.refusals or self.machine is None:
             return f"cannot run: {'; '.join(self.refusals)}"
         machine, kind = self.machine, "GPU memory" if self.machine.on_gpu else "memory"
-        fits = f"fits: needs {size(self.peak)} of {size(machine.device_free)} free {kind} on {machine.name}"
+        where = machine.name if machine.gpus == 1 else f"each of {machine.gpus} {machine.name} ({DATA_PARALLEL})"
+        fits = f"fits: needs {size(self.peak)} of {size(machine.device_free)} free {kind} on {where}"
         if self.seconds < FEW_SECONDS:
             return f"{fits}; takes a few seconds"
         least, most = (duration(self.seconds * factor) for factor in (1 / RANGE, RANGE))
@@ -88,6 +98,7 @@ class Plan:
             "method": self.recipe.method,
             "init": self.recipe.init,
             "verdict": self.verdict,
+            "strategy": self.strategy,
             "can_run": not self.refusals,
             "refusals": list(self.refusals),
             "warnings": list(self.warnings),
@@ -115,8 +126,9 @@ def make_plan(
     prompt_tokens: int | None = None,
     out: Path | None = None,
     machine: Machine | None = None,
+    gpus: int = 1,
 ) -> Plan:
-    """The plan of quantizing `model`, by default on this machine, which is measured for it for a few seconds.
+    """The plan of quantizing `model`, by default on so many GPUs of this machine, which is measured for a few seconds.
 
     Reads config.json, safetensors headers, the processor's files and the prompts; loads no weight and writes nothing.
     Raises OnPTQError only where there is no such model or the arguments contradict each other. Whatever stops the run
@@ -146,7 +158,8 @@ def make_plan(
             )
             work = count_work(recipe, processor, prompts)
         _check_length(source, work)
-        machine = machine or this_machine(recipe.compute)
+        machine = machine or this_machine(recipe.compute, gpus)
+        work = replace(work, gpus=machine.gpus)
     except OnPTQError as error:
         return replace(plan, refusals=(str(error),))
     return _estimated(replace(plan, work=work, machine=machine), source, parts, work, machine, prompts, out)
@@ -173,7 +186,9 @@ def _check(source: Source, parts: Parts, recipe: Recipe, out: Path | None) -> No
     scheme = Scheme.parse(recipe.scheme)
     if not scheme.quantizes_weights:
         raise OnPTQError(f"scheme {scheme} leaves the weights in 16 bits: there is nothing to write; expected W2 to W8")
-    checkpoint, decoder = check_exportable(source.folder, (*source.family.ignore, *source.family.other_models))
+    checkpoint, decoder = check_exportable(
+        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
+    )
     check_groups(checkpoint, decoder, scheme)
     source.storage()
     if out is not None:
@@ -210,7 +225,10 @@ def _estimated(
     refusals = list(refuse_too_large(phases, machine))
     if refusals:
         changes = fitting_changes(plan.recipe, lambda one: excess(tuple(run_phases(memory_of(one))), machine))
-        refusals[-1] += f"; it fits with {' '.join(f'--set {change}' for change in changes)}" if changes else ""
+        if changes:
+            refusals[-1] += f"; it fits with {' '.join(f'--set {change}' for change in changes)}"
+        elif machine.gpus > 1:
+            refusals[-1] += "; every GPU has to hold the whole model, so more of them do not help"
     rates = _rates(machine, shapes, scheme, memory.budgets.keep, plan.recipe.settles)
     read, on_gpu = source.checkpoint.weight_bytes, machine.on_gpu
     seconds = Seconds(shapes, work, scheme, rates, read, parts.output_bytes, on_gpu).phases()
@@ -219,7 +237,11 @@ def _estimated(
         phases=tuple(replace(phase, seconds=seconds[phase.name]) for phase in phases),
         run_bytes=memory.files,
         assumptions=tuple(_assumptions(work, machine, prompts)),
-        warnings=(*plan.warnings, *_warnings(plan.recipe, rates, prompts, parts.output_bytes + memory.files, out)),
+        warnings=(
+            *plan.warnings,
+            *([] if refusals else _idle(work)),
+            *_warnings(plan.recipe, rates, prompts, parts.output_bytes + memory.files, out),
+        ),
         refusals=tuple(refusals),
     )
 
@@ -246,7 +268,30 @@ def _assumptions(work: Work, machine: Machine, prompts: Prompts | None) -> Itera
         yield f"Initialize ({work.recipe.init}) takes as much as search"
     yield "the comparison of `quantize --evaluate` is not counted"
     if machine.gpu is not None:
-        yield f"{machine.name} by its data sheet, all of its memory free; host memory is not checked"
+        memory = f"{size(machine.device_free)} of its memory free"
+        yield f"{machine.name} by its data sheet, {memory}; host memory is not checked"
+    if machine.gpus > 1:
+        yield (
+            f"{DATA_PARALLEL}: each GPU holds the whole model and takes its share of Follow, Compare, Branch and "
+            "Calibrate; all of them encode every prompt, one computes the init, exports and verifies"
+        )
+        yield "gradients and results that GPUs exchange take no time"
+
+
+def _idle(work: Work) -> Iterator[str]:
+    """Warnings of GPUs that wait because there is not enough to deal out."""
+    batches = work.batches(work.followed)
+    if work.banks and batches < work.gpus:
+        tokens = work.longest * ceil(work.followed / work.gpus)
+        yield (
+            f"{work.followed} responses make {batches} batch{'es' if batches > 1 else ''}, so {work.gpus - batches} of "
+            f"{work.gpus} GPUs wait in Follow, Compare and Branch; --set compute.batch_tokens={tokens} makes about one for each"
+        )
+    if work.banks and work.batch < work.gpus:
+        yield (
+            f"a step of {work.batch} prompts leaves {work.gpus - work.batch} of {work.gpus} GPUs without any in Calibrate; "
+            f"--set calibrate.batch={work.gpus} gives each one, and is another update"
+        )
 
 
 def _warnings(recipe: Recipe, rates: Rates, prompts: Prompts | None, written: int, out: Path | None) -> Iterator[str]:

@@ -127,16 +127,21 @@ class Seconds:
             )
         return seconds
 
-    def _everybody(self, once: Callable[[int, int], float]) -> float:
+    def _everybody(self, once: Callable[[float, float], float]) -> float:
         """`once(prompts, batches)`: calibration prompts in every round, held-out ones whenever they are followed."""
         work = self.work
-        held_out = once(work.holdout, ceil(work.holdout / work.rows))
-        return work.banks * once(work.followed, ceil(work.followed / work.rows)) + work.held_out_passes * held_out
+        return work.banks * once(*self._own(work.followed)) + work.held_out_passes * once(*self._own(work.holdout))
+
+    def _own(self, prompts: int) -> tuple[float, float]:
+        """Prompts and batches of the busiest process."""
+        batches = self.work.batches(prompts)
+        share = self.work.share(batches)
+        return share * prompts, share * batches
 
     def follow(self) -> float:
         work, rates = self.work, self.rates
 
-        def once(prompts: int, batches: int) -> float:
+        def once(prompts: float, batches: float) -> float:
             tokens = prompts * work.response_tokens
             prefill = self.decoder(rates.quantized, prompts * work.prompt_tokens, batches)
             decoded = self.decoder(rates.decoding, tokens, batches * work.response_tokens)
@@ -148,21 +153,23 @@ class Seconds:
         """D and Q over the responses; D reads the prompts too, once."""
         work, rates = self.work, self.rates
 
-        def once(prompts: int, batches: int) -> float:
+        def once(prompts: float, batches: float) -> float:
             tokens = prompts * work.response_tokens
             both = (self.decoder(pace, tokens, batches) for pace in (rates.dense, rates.quantized))
             return sum(both) + 2 * tokens * rates.state
 
-        prefill = self.decoder(rates.dense, work.every * work.prompt_tokens, ceil(work.every / work.rows))
+        prompts, batches = self._own(work.every)
+        prefill = self.decoder(rates.dense, prompts * work.prompt_tokens, batches)
         return self._everybody(once) + prefill
 
     def branch(self) -> float:
         """Q takes horizon - 1 steps over all branches of a batch at once; D reads them in one forward."""
         work, rates, horizon = self.work, self.rates, self.work.recipe.branch.horizon
         grown, read = 2 * work.candidates * (horizon - 1), 2 * work.candidates * horizon
-        trees = ceil(read / (work.rows * ROW_TOKENS)) + ceil(work.followed / work.rows)
+        batches = work.batches(work.followed)
+        trees = ceil(read / (work.rows * ROW_TOKENS)) + batches
         seconds = self.decoder(rates.quantized, grown, trees * (horizon - 1)) + self.decoder(rates.dense, read, trees)
-        return work.banks * (seconds + (grown / 2 + read) * rates.state)
+        return work.banks * work.share(batches) * (seconds + (grown / 2 + read) * rates.state)
 
     def calibrate(self) -> float:
         """Updates, which run every block once more where they checkpoint; evaluations; D's hidden states as targets."""
@@ -171,7 +178,9 @@ class Seconds:
         read = calibrate.epochs * work.followed
         updates = self.decoder(rates.learning, read * length, read / work.micro_batch)
         evaluations = self.decoder(rates.learning, work.judged * work.length, work.judged / work.micro_batch) / LEARNING
-        seconds = updates * (1 + calibrate.checkpointing / LEARNING) + evaluations
-        sequences = work.followed + work.holdout
-        seconds += self.decoder(rates.dense, sequences * length, sequences)
-        return work.recipe.rounds * (seconds + 2 * LEARNING * calibrate.epochs * work.decisions * rates.state)
+        updates = updates * (1 + calibrate.checkpointing / LEARNING)
+        updates += 2 * LEARNING * calibrate.epochs * work.decisions * rates.state
+        held_out = work.dealt(work.holdout)
+        sequences = work.target_share * work.followed + held_out * work.holdout
+        seconds = work.dealt(work.batch) * updates + held_out * evaluations
+        return work.recipe.rounds * (seconds + self.decoder(rates.dense, sequences * length, sequences))

@@ -31,6 +31,7 @@ class Work:
     media_tokens: int  # of which come from a tower
     recipe: Recipe
     longest_prompt: int | None = None  # where lengths were counted
+    gpus: int = 1  # with a process each, which share it
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -124,10 +125,35 @@ class Work:
         return min(most, select.budget if select.per_prompt is None else select.per_prompt * self.followed)
 
     @property
+    def batch(self) -> int:
+        """Prompts of one step of an update."""
+        return min(self.recipe.calibrate.batch, max(1, self.followed))
+
+    @property
     def micro_batch(self) -> int:
         """Prompts with a response in one forward of an update."""
-        calibrate = self.recipe.calibrate
-        return min(calibrate.micro_batch, calibrate.batch, max(1, self.followed))
+        return self._together(self.batch)
+
+    @property
+    def target_share(self) -> float:
+        """The part of the calibration prompts that one process may come across in an update, which it deals out anew in every
+        epoch."""
+        return min(1.0, self.recipe.calibrate.epochs * self.dealt(self.batch))
+
+    def batches(self, prompts: int) -> int:
+        """Batches of Follow, Compare and Branch that so many prompts make."""
+        return ceil(prompts / self.rows)
+
+    def share(self, pieces: int) -> float:
+        """The part of so many equal pieces of work that the busiest process has."""
+        return ceil(pieces / self.gpus) / max(1, pieces)
+
+    def dealt(self, prompts: int) -> float:
+        """The part of so many prompts of an update that the busiest process has."""
+        return self.share(ceil(prompts / self._together(prompts)))
+
+    def _together(self, prompts: int) -> int:
+        return max(1, min(self.recipe.calibrate.micro_batch, ceil(prompts / self.gpus)))
 
     @property
     def judged(self) -> int:
@@ -140,7 +166,8 @@ def work_of(recipe: Recipe, source: Source, prompt_tokens: int | None = None) ->
     """The work on prompts that nobody has seen.
 
     `prompt_tokens` is the length of one with its media; by default a usual one."""
-    media = IMAGE_TOKENS if source.family.image else AUDIO_TOKENS if source.family.audio else 0
+    takes = source.family.modalities
+    media = IMAGE_TOKENS if "image" in takes else AUDIO_TOKENS if "audio" in takes else 0
     length, context = media + TEXT_TOKENS if prompt_tokens is None else prompt_tokens, context_length(source.config)
     if prompt_tokens is None and context is not None:
         length = max(1, min(length, context - recipe.follow.max_tokens))

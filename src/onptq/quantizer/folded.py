@@ -13,10 +13,12 @@ class FoldedLinear:
 
     A scheme with 16-bit weights (W16A8) has the dense weight in `codes`, with scales of one."""
 
-    codes: Tensor  # int8 [O, I], signed codes in [-2^(b-1), 2^(b-1)-1]
-    scale: Tensor  # [O, G] in the checkpoint's storage dtype (G = 1 per row, or I/group_size)
+    codes: Tensor  # [O, I]: int8 in [-2^(b-1), 2^(b-1)-1], or floats as E4M3
+    scale: Tensor  # [O, G] in the checkpoint's storage dtype (G = 1 per row, or I/group_size); per block [O/128, I/128]
     zero: Tensor | None  # int8 [O, G], asymmetric only; dequantized = (codes - zero) * scale
     bias: Tensor | None  # [O], storage dtype
+    tensor_scale: Tensor | None = None  # scales times it are numbers of E4M3
+    input_scale: Tensor | None = None  # the same of the input's scales
 
 
 @dataclass(frozen=True)

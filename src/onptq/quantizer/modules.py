@@ -14,11 +14,11 @@ from onptq.errors import OnPTQError
 from onptq.models.structure import Block
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.integers import LowBitLinear
-from onptq.quantizer.norms import find_eps, rms_norm
-from onptq.quantizer.numerics import cast_through, fake_quantize_activations
+from onptq.quantizer.norms import divided_gain, find_eps, gain_offset, rms_norm
+from onptq.quantizer.numerics import cast_through, fitting_scale, in_offsets, product_dtype, quantize_inputs
 from onptq.quantizer.settled import settled_codes, settled_linear
-from onptq.quantizer.theta import Learned, Settled, Theta, log_scales_in, log_scales_out
-from onptq.quantizer.weights import dequantize, fake_quantize_weight, smoothed, weight_codes
+from onptq.quantizer.theta import PAIR_INTO, Learned, Settled, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.weights import dequantize, fake_quantize_weight, of_groups, smoothed, to_groups, weight_codes
 from onptq.schemes import Scheme
 
 Keep = Literal["codes", "floats", "integers"]  # form of a frozen Q's weights between forwards
@@ -67,6 +67,9 @@ class QuantLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.block, self.name, self.scheme, self.storage, self.switch = block, name, scheme, storage, switch
         self.state: Live | Frozen | Integer | None = None
+        self.tensor_scale: Tensor | None = None
+        if scheme.scales == "E4M3":
+            self.tensor_scale = _tied_scale(block, name)
 
     @property
     def in_features(self) -> int:
@@ -81,9 +84,11 @@ class QuantLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         match self.state:
             case Live(theta):
-                return self._live_linear(self._entering(x), theta)
-            case Frozen() as frozen:
-                return F.linear(self._entering(x), *self._frozen_weight(frozen))
+                x = quantize_inputs(x, self.scheme, self._input_scale(theta))
+                return self._live_linear(x, theta)
+            case Frozen(folded=folded) as frozen:
+                x = quantize_inputs(x, self.scheme, folded.input_scale)
+                return F.linear(x, *self._frozen_weight(frozen))
             case Integer(linear=linear):
                 return linear(x)  # type: ignore[no-any-return]
             case None:
@@ -126,45 +131,49 @@ class QuantLinear(nn.Module):
     def fold(self, theta: Theta) -> FoldedLinear:
         bias, linear = self._bias(theta), theta.linears[self.path]
         bias = None if bias is None else bias.to(self.storage)
+        grid = self.scheme, self.storage, self.tensor_scale
+        tensor_scales = self.tensor_scale, self._input_scale(theta)
         if isinstance(linear, Settled):
-            codes = settled_codes(linear.levels, linear.scale, linear.ratio, self.scheme, self.storage)
-            return FoldedLinear(*codes, bias)
+            codes = settled_codes(linear.levels, linear.scale, linear.ratio, *grid)
+            return FoldedLinear(*codes, bias, *tensor_scales)
         weight = self._smoothed(theta)
         if self.scheme.quantizes_weights:
             offset = linear.offset if isinstance(linear, Learned) else None
-            codes = weight_codes(weight, linear.ratio, offset, self.scheme, self.storage)
-            return FoldedLinear(*codes, bias)
+            codes = weight_codes(weight, linear.ratio, offset, *grid)
+            return FoldedLinear(*codes, bias, *tensor_scales)
         return FoldedLinear(weight.to(self.storage), weight.new_ones(1, 1), None, bias)
 
     @torch.no_grad()
     def settle(self, theta: Theta) -> Settled:
         """The codes of theta, settled: from there on only their scales follow it."""
         folded = self.fold(theta)
-        grouped = folded.codes.view(*folded.scale.shape, -1)
-        levels = grouped if folded.zero is None else grouped.short() - folded.zero[..., None]
+        levels = folded.codes
+        if folded.zero is not None:
+            levels = (levels.view(*folded.scale.shape, -1).short() - folded.zero[..., None]).view_as(levels)
         ratio = torch.zeros_like(theta.linears[self.path].ratio)
-        return Settled(ratio, levels.view_as(folded.codes), folded.scale.float())
+        return Settled(ratio, levels, folded.scale.float())
 
     @torch.no_grad()
     def centre(self, theta: Theta) -> Learned:
         """The codes of theta as offsets [O, I] that put each weight in the middle of its code."""
         folded, exact = self.fold(theta), self._smoothed(theta)
-        level = folded.codes.float().view(*folded.scale.shape, -1)
+        rows, grid = self.scheme.block_rows, self.scheme.weight_grid
+        level = to_groups(folded.codes.float(), folded.scale, rows)
         if folded.zero is not None:
             level = level - folded.zero.float()[..., None]
-        offset = level.view_as(exact) - (exact.view_as(level) / folded.scale.float()[..., None]).view_as(exact)
+        scaled = to_groups(exact, folded.scale, rows) / folded.scale.float()[..., None]
+        offset = of_groups(in_offsets(level - scaled, scaled, grid), exact.shape, rows)
         return Learned(theta.linears[self.path].ratio.detach().clone(), offset)
 
-    def _entering(self, x: Tensor) -> Tensor:
-        if not self.scheme.quantizes_activations:
-            return x
-        return fake_quantize_activations(x, self.scheme.activation_bits)
+    def _input_scale(self, theta: Theta) -> Tensor | None:
+        return theta.inputs.get(pair_key(self.block, PAIR_INTO[self.name]))
 
     def _live_linear(self, x: Tensor, theta: Theta) -> Tensor:
         dtype, bias, linear = self.weight.dtype, self._bias(theta), theta.linears[self.path]
         bias = None if bias is None else bias.to(dtype)
         if isinstance(linear, Settled):
-            return settled_linear(x, linear.levels, linear.scale, linear.ratio, bias, self.storage)
+            grid = self.storage, self.scheme, self.tensor_scale
+            return settled_linear(x, linear.levels, linear.scale, linear.ratio, bias, *grid)
         weight = fake_quantize_weight(
             self.weight,
             log_scales_in(theta, self.block, self.name),
@@ -174,16 +183,18 @@ class QuantLinear(nn.Module):
             self.scheme,
             self.storage,
             dtype,
+            self.tensor_scale,
         )
         return F.linear(x, weight, bias)
 
     def _frozen_weight(self, frozen: Frozen) -> tuple[Tensor, Tensor | None]:
         folded, weight, dtype = frozen.folded, frozen.weight, self.weight.dtype
         if weight is None:
-            if folded.codes.is_floating_point():
-                weight = folded.codes.to(dtype)
+            if self.scheme.quantizes_weights:
+                product = product_dtype(self.scheme, dtype)
+                weight = dequantize(folded.codes, folded.scale, folded.zero, product, self.scheme.block_rows).to(dtype)
             else:
-                weight = dequantize(folded.codes, folded.scale, folded.zero, dtype)
+                weight = folded.codes.to(dtype)
             if frozen.keep_weight:
                 frozen.weight = weight
         return weight, None if folded.bias is None else folded.bias.to(dtype)
@@ -200,15 +211,24 @@ class QuantLinear(nn.Module):
         return cast_through(self.bias.float() if log_out is None else self.bias.float() / log_out.exp(), self.storage)
 
 
+@torch.no_grad()
+def _tied_scale(block: Block, name: str) -> Tensor:
+    """The tensor scale that fits all linears with the same input: servers multiply them as one."""
+    weights: list[Tensor] = [block.child(one).weight for one in block.consumers(PAIR_INTO[name])]  # type: ignore[misc]
+    return fitting_scale(torch.stack([weight.abs().amax() for weight in weights]).amax())
+
+
 class QuantNorm(nn.Module):
     """D: the norm as it was loaded. Q: the same norm with its gain divided by s, live or folded."""
 
     def __init__(self, norm: nn.Module, block: Block, name: str, storage: torch.dtype, switch: Switch) -> None:
         super().__init__()
         self.norm = norm
-        _check_gain(norm, block.path(name))
         self.block, self.name, self.storage, self.switch = block, name, storage, switch
-        self.eps = find_eps(norm)
+        self.eps, offset = find_eps(norm), gain_offset(norm)
+        if offset is None:
+            raise OnPTQError(f"{self.path} ({type(norm).__name__}) multiplies with neither its weight nor 1 + weight")
+        self.offset = offset
         self.state: Live | FoldedNorm | None = None
 
     @property
@@ -264,16 +284,4 @@ class QuantNorm(nn.Module):
     def _gain(self, theta: Theta) -> Tensor:
         log_out = log_scales_out(theta, self.block, self.name)
         assert log_out is not None
-        return cast_through(self.weight.float() / log_out.exp(), self.storage)
-
-
-@torch.no_grad()
-def _check_gain(norm: nn.Module, path: str) -> None:
-    """Folding divides the gain, so the norm must be linear in it; a norm that multiplies with 1 + weight is not."""
-    weight: Tensor = norm.weight  # type: ignore[assignment]
-    probe = torch.linspace(-1, 1, len(weight), dtype=weight.dtype, device=weight.device)
-    doubled = functional_call(norm, {"weight": 2 * weight}, (probe,))
-    if not torch.allclose(doubled, 2 * norm(probe), rtol=1e-2):
-        raise OnPTQError(
-            f"{path} ({type(norm).__name__}) does not multiply with its weight alone, so s cannot be folded into it"
-        )
+        return cast_through(divided_gain(self.weight, log_out, self.offset), self.storage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from onptq import kernels
 
@@ -28,6 +29,26 @@ def find_eps(norm: nn.Module) -> float | None:
     small = probe * 1e-3  # where the epsilon shows
     is_rms_norm = isinstance(eps, float) and all(torch.equal(norm(x), plain_norm(x, gain, eps)) for x in (probe, small))
     return eps if is_rms_norm else None
+
+
+@torch.no_grad()
+def gain_offset(norm: nn.Module) -> float | None:
+    """What a norm adds to its weight before it multiplies with it: 0, or 1 as in Gemma; None where it does neither."""
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    probe = torch.linspace(-1, 1, len(weight), dtype=weight.dtype, device=weight.device)
+    once = norm(probe)
+    for offset in (0.0, 1.0):
+        twice = functional_call(norm, {"weight": 2 * weight + offset}, (probe,))  # a gain of 2 (offset + weight)
+        if torch.allclose(twice, 2 * once, rtol=1e-2):
+            return offset
+    return None
+
+
+def divided_gain(weight: Tensor, log_out: Tensor, offset: float) -> Tensor:
+    """The weight of a norm whose gain, offset + weight, is divided by s; fp32."""
+    if not offset:
+        return weight.float() / log_out.exp()
+    return (weight.float() + offset) / log_out.exp() - offset
 
 
 def plain_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

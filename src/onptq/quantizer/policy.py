@@ -10,9 +10,10 @@ from torch import nn
 
 from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel, Side
-from onptq.models.structure import LINEARS, NORMS, Block, find_structure
+from onptq.models.structure import Block, find_structure
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
 from onptq.quantizer.modules import Keep, Live, QuantLinear, QuantNorm, Switch
+from onptq.quantizer.proof import prove
 from onptq.quantizer.theta import Theta
 from onptq.schemes import Scheme
 
@@ -23,7 +24,8 @@ class Policy(LanguageModel):
     def __init__(
         self, model: nn.Module, scheme: Scheme, *, storage: torch.dtype | None = None, eos: Sequence[int] = ()
     ) -> None:
-        super().__init__(model, eos, structure=find_structure(model))
+        structure, self.unfolded = prove(find_structure(model))  # unfolded: a sentence on every pair that does not fold
+        super().__init__(model, eos, structure=structure)
         self.scheme, self.switch = scheme, Switch()
         self.storage = storage or self.dtype
         self.wrapped = tuple(self._wrap())
@@ -55,9 +57,12 @@ class Policy(LanguageModel):
         """Q becomes what will be deployed: integer codes, scales and folded gains.
 
         `keep` is the form of its weights between forwards: codes alone, floats as well (faster), or codes that are
-        multiplied as integers, which takes a scheme that quantizes weights and activations."""
-        if keep == "integers" and not (self.scheme.quantizes_weights and self.scheme.quantizes_activations):
-            raise OnPTQError(f"{self.scheme} leaves floats in its GEMMs; expected weights and activations of integers")
+        multiplied as integers, which takes a scheme of integers with one scale per row."""
+        if keep == "integers" and not self.scheme.multiplies_integers:
+            raise OnPTQError(
+                f"{self.scheme} is no single product of integers; expected integer weights, one scale per row, and "
+                "integer activations"
+            )
         for module in self.wrapped:
             module.freeze(theta, keep)
 
@@ -85,7 +90,8 @@ class Policy(LanguageModel):
         if not self.scheme.quantizes_weights:
             return theta.clone()
         smoothing = {key: u.detach().clone() for key, u in theta.smoothing.items()}
-        return Theta(smoothing, {module.path: module.settle(theta) for module in self._linears()})
+        linears = {module.path: module.settle(theta) for module in self._linears()}
+        return Theta(smoothing, dict(linears), {key: scale.clone() for key, scale in theta.inputs.items()})
 
     def settle_block(self, theta: Theta, block: Block) -> None:
         """Settle the codes of one block, in place."""
@@ -115,11 +121,11 @@ class Policy(LanguageModel):
 
     def _wrap(self) -> Iterator[QuantLinear | QuantNorm]:
         for block in self.structure.blocks:
-            for name in NORMS:
+            for name in block.norms:
                 norm = QuantNorm(block.child(name), block, name, self.storage, self.switch)
                 block.replace(name, norm)
                 yield norm
-            for name in LINEARS:
+            for name in block.linears:
                 linear = block.child(name)
                 assert isinstance(linear, nn.Linear)
                 wrapped = QuantLinear(linear, block, name, self.scheme, self.storage, self.switch)

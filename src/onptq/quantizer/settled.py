@@ -10,28 +10,44 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from onptq.kernels.grid import code_range
-from onptq.quantizer.numerics import cast_through
-from onptq.quantizer.weights import dequantize
+from onptq.quantizer.numerics import cast_through, product_dtype, stored_scale
+from onptq.quantizer.weights import dequantize, of_groups, to_groups
 from onptq.schemes import Scheme
+
+ROWS = Scheme(4)  # whatever the bits: one scale per row or group
 
 
 def settled_linear(
-    x: Tensor, levels: Tensor, scale: Tensor, log_ratio: Tensor, bias: Tensor | None, storage: torch.dtype
+    x: Tensor,
+    levels: Tensor,
+    scale: Tensor,
+    log_ratio: Tensor,
+    bias: Tensor | None,
+    storage: torch.dtype,
+    scheme: Scheme = ROWS,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
     """x times levels [O, I] times their scales times the ratio, with a gradient for x and the ratio and no rounding."""
-    effective = _effective_scale(scale, log_ratio, storage)
-    if bias is None and effective.shape[1] == 1:
+    effective = _effective_scale(scale, log_ratio, scheme, storage, tensor_scale)
+    if bias is None and effective.shape == (len(levels), 1):
         return _ScaledRows.apply(x, levels, effective)  # type: ignore[no-untyped-call, no-any-return]
-    weight = (levels.to(x.dtype).view(*scale.shape, -1) * effective.to(x.dtype)[..., None]).view_as(levels)
-    return F.linear(x, weight, bias)
+    dtype = product_dtype(scheme, x.dtype)
+    groups = to_groups(levels.to(dtype), scale, scheme.block_rows)
+    weight = of_groups(groups * effective.to(dtype)[..., None], levels.shape, scheme.block_rows)
+    return F.linear(x, weight.to(x.dtype), bias)
 
 
 @torch.no_grad()
 def settled_codes(
-    levels: Tensor, scale: Tensor, log_ratio: Tensor, scheme: Scheme, storage: torch.dtype
+    levels: Tensor,
+    scale: Tensor,
+    log_ratio: Tensor,
+    scheme: Scheme,
+    storage: torch.dtype,
+    tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same weight as `weight_codes` returns it; the zero point is the smallest that fits every level."""
-    effective = _effective_scale(scale, log_ratio, storage).to(storage)
+    effective = _effective_scale(scale, log_ratio, scheme, storage, tensor_scale).to(product_dtype(scheme, storage))
     if scheme.symmetric:
         return levels, effective, None
     grouped = levels.view(*scale.shape, -1)
@@ -39,8 +55,13 @@ def settled_codes(
     return (grouped + zero[..., None]).view_as(levels).to(torch.int8), effective, zero.to(torch.int8)
 
 
-def _effective_scale(scale: Tensor, log_ratio: Tensor, storage: torch.dtype) -> Tensor:
-    return cast_through(scale * log_ratio.exp(), storage)
+def _effective_scale(
+    scale: Tensor, log_ratio: Tensor, scheme: Scheme, storage: torch.dtype, tensor_scale: Tensor | None
+) -> Tensor:
+    scale = scale * log_ratio.exp()
+    if scheme.scales == "dtype":
+        return cast_through(scale, storage)
+    return stored_scale(scale, scheme.scales, storage, tensor_scale)
 
 
 class _ScaledRows(torch.autograd.Function):

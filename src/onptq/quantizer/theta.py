@@ -12,24 +12,19 @@ from types import MappingProxyType
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
-from onptq.models.structure import LINEARS, Block
+from onptq.models.structure import GATE_UP, PAIRS, QKV, Block
 from onptq.schemes import Scheme
 
 SMOOTHING_REACH = 1.5  # largest distance of a log-smoothing entry from its value at the start of an update
 RATIO_RANGE = (math.log(0.4), 0.0)  # of the log scale ratio
+VALID_RANGE = (math.log(0.4), math.log(2.0))  # the same where scales are numbers of few bits
 SETTLED_RANGE = (-0.5, 0.5)  # of the log scale ratio where codes are settled
 OFFSET_RANGE = (-0.5, 0.5)  # of learned offsets; those of an init may lie beyond it, as GPTQ's do
 
-# (producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
-PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "norm_qkv": ("input_layernorm", ("q_proj", "k_proj", "v_proj")),
-    "norm_gate_up": ("post_attention_layernorm", ("gate_proj", "up_proj")),
-    "v_o": ("v_proj", ("o_proj",)),
-    "up_down": ("up_proj", ("down_proj",)),
-}
 PAIR_INTO = {consumer: pair for pair, (_, consumers) in PAIRS.items() for consumer in consumers}
-PAIR_OUT_OF = {producer: pair for pair, (producer, _) in PAIRS.items()}
+PAIR_INTO |= {QKV: "norm_qkv", GATE_UP: "norm_gate_up"}
 
 
 @dataclass
@@ -67,18 +62,19 @@ class Theta:
 
     smoothing: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> [channels]
     linears: dict[str, LinearTheta] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> its part
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> tensor scale of what enters, if any
 
     @classmethod
     def rtn(cls, blocks: Sequence[Block], scheme: Scheme, device: torch.device | str = "cpu") -> Theta:
         """No smoothing and full range: plain round-to-nearest."""
         theta = cls()
         for block in blocks:
-            for pair in PAIRS:
+            for pair in block.producers:
                 theta.smoothing[pair_key(block, pair)] = torch.zeros(pair_width(block, pair), device=device)
-            for name in LINEARS:
+            for name in block.linears:
                 rows, columns = block.child(name).weight.shape  # type: ignore[union-attr, misc]
-                groups = columns // scheme.group_size if scheme.group_size else 1
-                theta.linears[block.path(name)] = Free(torch.zeros(rows, groups, device=device))
+                shape = scheme.scale_shape(rows, columns)
+                theta.linears[block.path(name)] = Free(torch.zeros(shape, device=device))
         return theta
 
     @property
@@ -102,12 +98,14 @@ class Theta:
         return Theta(
             {key: u.detach().clone() for key, u in self.smoothing.items()},
             {path: _clone(linear) for path, linear in self.linears.items()},
+            self._cloned_inputs(),
         )
 
     def freed(self) -> Theta:
         """A clone whose codes all follow the weights again: smoothing and ratios alone."""
         ratios = {path: Free(ratio.detach().clone()) for path, ratio in self.ratio.items()}
-        return Theta({key: u.detach().clone() for key, u in self.smoothing.items()}, dict(ratios))
+        smoothing = {key: u.detach().clone() for key, u in self.smoothing.items()}
+        return Theta(smoothing, dict(ratios), self._cloned_inputs())
 
     @property
     def version(self) -> int:
@@ -119,8 +117,9 @@ class Theta:
         """Move it back into the trust region around `origin`.
 
         u keeps zero mean and a bounded distance, ratios and offsets stay in their ranges. An offset whose origin lies
-        outside may go as far as its origin. A constant added to a pair's u changes nothing, since row and token scales
-        absorb it, so its mean is pinned. Scales of settled codes do not follow, so there it is not.
+        outside may go as far as its origin, and so may a ratio above full range. A constant added to a pair's u changes
+        nothing, since row and token scales absorb it, so its mean is pinned. Scales of settled codes do not follow, so
+        there it is not.
         """
         settled = self.settled
         if not settled:
@@ -130,7 +129,9 @@ class Theta:
             low, high = torch._foreach_sub(origins, SMOOTHING_REACH), torch._foreach_add(origins, SMOOTHING_REACH)
             _clamp_(list(self.smoothing.values()), low, high)
         _clamp_([linear.ratio for linear in settled.values()], *SETTLED_RANGE)
-        _clamp_([ratio for path, ratio in self.ratio.items() if path not in settled], *RATIO_RANGE)
+        free = [path for path in self.linears if path not in settled]
+        highest = [origin.ratio[path].clamp(min=RATIO_RANGE[1]) for path in free]
+        _clamp_([self.ratio[path] for path in free], RATIO_RANGE[0], highest)
         offsets = origin.offset
         for path, offset in self.offset.items():
             begin = offsets[path]
@@ -147,6 +148,8 @@ class Theta:
             part, key = name.split("/", 1)
             if part == "smoothing":
                 theta.smoothing[key] = tensor
+            elif part == "input":
+                theta.inputs[key] = tensor
             else:
                 parts.setdefault(key, {})[PARTS[part]] = tensor
         for path, given in parts.items():
@@ -165,8 +168,12 @@ class Theta:
     def load(cls, path: Path, device: torch.device | str = "cpu") -> Theta:
         return cls.of_tensors(dict(_whole(load_file(path, device=str(device)))))
 
+    def _cloned_inputs(self) -> dict[str, Tensor]:
+        return {key: scale.clone() for key, scale in self.inputs.items()}
+
     def _named(self) -> dict[str, Tensor]:
         named = {f"smoothing/{key}": u for key, u in self.smoothing.items()}
+        named |= {f"input/{key}": scale for key, scale in self.inputs.items()}
         for part, field_name in PARTS.items():
             for path, linear in self.linears.items():
                 if hasattr(linear, field_name):
@@ -218,25 +225,40 @@ def _clamp_(tensors: Sequence[Tensor], low: float | Sequence[Tensor], high: floa
         torch._foreach_clamp_max_(tensors, high)  # type: ignore[call-overload]
 
 
+def ratio_range(scheme: Scheme) -> tuple[float, float]:
+    """The bounds of a log scale ratio that is learned."""
+    return RATIO_RANGE if scheme.scales == "dtype" else VALID_RANGE
+
+
 def pair_key(block: Block, pair: str) -> str:
     return f"layers.{block.index}.{pair}"
 
 
 def pair_width(block: Block, pair: str) -> int:
-    producer = PAIRS[pair][0]
+    producer = block.producers[pair]
     weight = block.child(producer).weight
-    return int(weight.shape[0])  # type: ignore[union-attr, index]
+    return int(weight.shape[0]) - block.emitted(producer)  # type: ignore[union-attr, index]
 
 
-def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor:
-    """log s of a linear's input columns, [I]. Under GQA one s per KV channel serves every query head of its group."""
-    u = theta.smoothing[pair_key(block, PAIR_INTO[name])]
+def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor | None:
+    """log s of a linear's input columns, [I]; None where nothing is folded into what it reads.
+
+    Under GQA one s per KV channel serves every query head of its group."""
+    pair = PAIR_INTO[name]
+    if pair not in block.producers:
+        return None
+    u = theta.smoothing[pair_key(block, pair)]
     if name == "o_proj":
         u = u.view(block.kv_heads, 1, block.head_dim).expand(-1, block.groups, -1).reshape(-1)
     return u
 
 
 def log_scales_out(theta: Theta, block: Block, name: str) -> Tensor | None:
-    """log s that divides what a norm, v_proj or up_proj emits; None where nothing is divided."""
-    pair = PAIR_OUT_OF.get(name)
-    return None if pair is None else theta.smoothing[pair_key(block, pair)]
+    """log s that divides what a norm, v_proj or up_proj emits; None where nothing is divided.
+
+    A fused linear has zeros for the rows in front of them."""
+    pair = block.pair_out_of(name)
+    if pair is None:
+        return None
+    u, first = theta.smoothing[pair_key(block, pair)], block.emitted(name)
+    return functional.pad(u, (first, 0)) if first else u

@@ -45,7 +45,7 @@ def draw_prompts(
 
 def has_prompts(family: str) -> bool:
     """Whether prompts are embedded for a family: scenes and speech, or written instructions."""
-    return family in suite.SIDES or FAMILIES[family].modalities == {"text"}
+    return family in suite.SIDES or (family in FAMILIES and FAMILIES[family].modalities == {"text"})
 
 
 def _prompts(family: str, split: str, count: int, kind: str) -> list[Prompt]:

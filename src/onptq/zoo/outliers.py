@@ -23,8 +23,7 @@ from torch import Tensor
 from onptq.errors import OnPTQError
 from onptq.models import family_of
 from onptq.models.family import text_config
-from onptq.models.structure import LINEARS
-from onptq.quantizer.theta import PAIRS
+from onptq.models.structure import LINEARS, PAIRS
 from onptq.zoo.catalog import CHOSEN, RECORDS
 
 PRODUCERS = dict(PAIRS.values())

@@ -205,7 +205,7 @@ def _start(variant: Variant, mode: Mode, settings: Settings, logs: Path) -> Star
     log = logs / f"{variant.name.replace(' ', '-')}-{mode}.log"
     with log.open("w", encoding="utf-8") as stream:
         try:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603  (no shell: the words of a list)
                 command(settings, job),
                 stdin=subprocess.PIPE,
                 stdout=stream,

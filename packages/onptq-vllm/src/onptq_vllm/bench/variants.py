@@ -32,7 +32,7 @@ class Variant:
     def linear_backend(self) -> str | None:
         """The backend that vLLM needs on a GPU: its own choice for 4-bit weights does not quantize activations."""
         scheme = self.scheme
-        narrow = scheme is not None and scheme.quantizes_activations and scheme.weight_bits < 8
+        narrow = scheme is not None and scheme.quantizes_activations and scheme.weight_bits < 8 and scheme.of_integers
         return "humming" if narrow else None
 
     @property

@@ -37,8 +37,8 @@ def tune(
     """
     if dtype not in DTYPES:
         raise OnPTQError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    if scheme.activation_bits not in (8, 16) or scheme.weight_bits > 8:
-        raise OnPTQError(f"{scheme}: no server computes it; expected weights of at most 8 bits and A8 or A16")
+    if scheme.activation_bits not in (8, 16) or scheme.weight_bits > 8 or not scheme.of_integers:
+        raise OnPTQError(f"{scheme}: nothing to tune; expected integers, weights of at most 8 bits and A8 or A16")
     if make is None:
         make, table = _humming()
     else:

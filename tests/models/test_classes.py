@@ -1,0 +1,254 @@
+"""Transformers classes that no file describes: found by structure, prepared by their own processors, quantized as any other.
+
+The published table of supported models is held against what is covered here (tests/test_docs.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import Tiny
+from naive import Scene, without_ties
+from random_classes import CLASSES, write_class
+from torch import nn
+from transformers.utils import is_torchvision_available
+
+import onptq
+from onptq.check.probes import probe_prompt
+from onptq.checkpoint.load import load_model
+from onptq.checkpoint.names import find_decoder
+from onptq.checkpoint.source import find_source
+from onptq.cycle.branch import branch
+from onptq.cycle.compare import compare
+from onptq.engine.agreement import check_agreement
+from onptq.engine.prefixes import Prefixes
+from onptq.errors import OnPTQError
+from onptq.methods.linears import dense_weight
+from onptq.models import family_of
+from onptq.models.processing import PromptProcessor
+from onptq.models.structure import PRODUCERS, find_structure
+from onptq.progress import QuietReporter
+from onptq.quantizer.proof import prove
+from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out
+from onptq.quantizer.weights import smoothed
+from onptq.recipe import Recipe
+from onptq.run import final_theta
+from onptq.schemes import Scheme
+
+HORIZON, VISITED = 3, 2
+TORCHVISION = (
+    pytest.mark.torchvision,
+    pytest.mark.skipif(not is_torchvision_available(), reason="its processor needs torchvision"),
+)
+NAMES = [pytest.param(name, marks=TORCHVISION) if made.torchvision else name for name, made in CLASSES.items()]
+SHORT = {
+    "scheme": "W4A8",
+    "rounds": 1,
+    "data.prompts": 3,
+    "data.holdout": 1,
+    "follow.max_tokens": 4,
+    "init": "smoothquant",
+    "calibrate.codes": "free",
+    "calibrate.epochs": 1,
+    "calibrate.batch": 2,
+    "calibrate.keep": "last",
+    "compute.device": "cpu",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    known: dict[str, Tiny] = {}
+
+    def get(name: str) -> Tiny:
+        if name not in known:
+            folder = write_class(name, tmp_path_factory.mktemp(name))
+            source = find_source(folder)
+            known[name] = Tiny(folder, source, PromptProcessor.from_folder(folder, source.family, source.config))
+        return known[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_outside_the_decoder_is_left_alone_and_every_pair_of_it_folds(
+    name: str, made: Callable[[str], Tiny]
+) -> None:
+    tiny, expected = made(name), CLASSES[name]
+    family = tiny.source.family
+    assert family.derived
+    assert family.modalities == expected.modalities
+    assert set(re.findall(r"\w{2,}", " ".join(family.towers))) >= set(expected.towers)
+    policy = tiny.policy("W4A16")
+    assert len(policy.unfolded) == len(expected.unfolded)
+    assert all(map(str.startswith, policy.unfolded, expected.unfolded))
+    patterns = [re.compile(pattern.removeprefix("re:")) for pattern in family.ignore]
+    inside = next(path for path, module in policy.model.named_modules() if module is policy.structure.decoder)
+    on_disk = find_decoder(tiny.source.checkpoint.tensors, family.ignore, family.linears)
+    at_run_time = [path for path, module in policy.model.named_modules() if isinstance(module, nn.Linear)]
+    assert len(at_run_time) > 1 or not expected.towers, "a tower has linears"
+    outside = [*at_run_time, *(name for name in tiny.source.checkpoint.modules if not name.startswith(on_disk.prefix))]
+    for path in outside:
+        assert path == "image_newline" or any(pattern.match(path) for pattern in patterns), path
+    for prefix in (f"{inside}.", on_disk.prefix, "language_model.model."):  # the last is a server's
+        for linear in on_disk.linears:
+            assert not any(pattern.match(prefix + linear) for pattern in patterns), (prefix, linear)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_sees_what_the_class_sees_and_branches_as_it_would(name: str, made: Callable[[str], Tiny]) -> None:
+    """The forward of transformers over everything again, for every state and branch, is the oracle."""
+    with without_ties():
+        scenery = Scene(made(name), "W4A16", torch.float32, ordinals=(0, 4, 7))
+        policy = scenery.policy
+        lengths = {ordinal: one.length for ordinal, one in scenery.inputs.items()}
+        trajectories = [scenery.rollout(ordinal, VISITED) for ordinal in scenery.ordinals]
+        prefixes = Prefixes(
+            policy, scenery.encoded(policy), max_tokens=VISITED, batch_tokens=3 * max(lengths.values()) + 9
+        )
+        states = compare(prefixes, trajectories)
+        for row in range(len(states)):
+            expected = scenery.state(int(states.prompt[row]), int(states.t[row]))
+            assert (states.reference[row], states.quantized[row]) == (expected.reference, expected.quantized)
+            assert states.kl[row] == pytest.approx(expected.kl, abs=1e-5)
+        found = branch(prefixes, trajectories, states, horizon=HORIZON, everywhere=True)
+        for row in np.linspace(0, len(states) - 1, 3).round().astype(int):
+            fork = scenery.fork(int(states.prompt[row]), int(states.t[row]), HORIZON)
+            assert found.consequence[row] == pytest.approx(fork.consequence(HORIZON, ()), abs=1e-5)
+
+
+def test_the_norm_behind_the_attention_is_no_producer_where_the_mlp_has_one_of_its_own(
+    made: Callable[[str], Tiny],
+) -> None:
+    """Gemma 3's post_attention_layernorm has the usual name, but its output goes to the residual stream."""
+    structure = find_structure(load_model(made("gemma3").source, torch.float32, torch.device("cpu")))
+    assert {block.producers["norm_gate_up"] for block in structure.blocks} == {"pre_feedforward_layernorm"}
+    wrong = tuple(replace(block, producers=PRODUCERS) for block in structure.blocks)
+    proven, (sentence,) = prove(replace(structure, blocks=wrong))
+    assert "post_attention_layernorm -> gate_proj, up_proj does not fold in 3 of 3 layers" in sentence
+    assert all("norm_gate_up" not in block.producers for block in proven.blocks)
+
+
+def family_takes_text_alone(tiny: Tiny) -> bool:
+    return tiny.source.family.modalities == {"text"}
+
+
+class Interrupted(QuietReporter):
+    """A reporter that stops the run where a phase begins."""
+
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Any:
+        if name.startswith("Calibrate"):
+            raise KeyboardInterrupt
+        return super().phase(name, total, unit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cycle_that_was_interrupted_ends_in_a_checkpoint_that_transformers_reloads_exactly(
+    name: str, made: Callable[[str], Tiny], tmp_path: Path
+) -> None:
+    tiny, recipe = made(name), Recipe.preset("default", SHORT)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    summary = onptq.quantize(tiny.folder, whole, calibration=tiny.manifest, recipe=recipe).summary
+    assert summary["verification"]["max_abs_difference"] == 0.0
+    assert len(summary["unfolded"]) == len(CLASSES[name].unfolded)
+    assert all(check["passed"] for check in summary["verification"]["checks"] if check["name"] in ("reload", "schemes"))
+    with pytest.raises(KeyboardInterrupt):
+        onptq.quantize(tiny.folder, resumed, calibration=tiny.manifest, recipe=recipe, reporter=Interrupted())
+    assert onptq.quantize(tiny.folder, resumed, calibration=tiny.manifest, recipe=recipe).summary["rounds"]
+    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+    processor = PromptProcessor.from_folder(whole, tiny.source.family, tiny.source.config)
+    inputs = processor(probe_prompt(tiny.source.family.modalities)).tensors
+    assert {"pixel_values", "input_features"} & inputs.keys() or family_takes_text_alone(tiny)
+    policy = tiny.policy("W4A8")
+    policy.freeze(Theta.load(final_theta(whole, 1)))
+    loaded = getattr(transformers, tiny.source.family.model_class).from_pretrained(whole, dtype=torch.float32)
+    with torch.inference_mode(), policy.speaking("Q"):
+        expected = policy.model(**inputs, use_cache=False).logits
+        logits = loaded.to(torch.float32).eval()(**inputs, use_cache=False).logits
+    assert torch.equal(logits, expected)
+    assert not torch.equal(logits, tiny.policy("W4A8").model(**inputs, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_shapes_of_the_default_config_of_transformers_fit(name: str) -> None:
+    """Published sizes as far as transformers' own defaults are those of a published checkpoint; no weight is made."""
+    config = transformers.AutoConfig.for_model(CLASSES[name].model_type)
+    settings = config.to_dict()
+    settings.get("text_config", settings).update(CLASSES[name].published)
+    config = type(config).from_dict(settings)
+    family = family_of(config.to_dict())  # runs all layers on shapes alone
+    with torch.device("meta"):
+        structure = find_structure(getattr(transformers, family.model_class)(config))
+    assert len(structure.blocks) == config.get_text_config().num_hidden_layers > 2
+    theta = Theta.rtn(structure.blocks, Scheme.parse("W4A8"), "meta")
+    for block in (structure.blocks[0], structure.blocks[-1]):
+        assert len(block.producers) >= 3
+        for linear in block.linears:
+            weight = dense_weight(block, linear)
+            folded = smoothed(weight, log_scales_in(theta, block, linear), log_scales_out(theta, block, linear))
+            assert folded.shape == weight.shape
+
+
+# --- what is refused, and when -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
+def test_a_processor_that_needs_torchvision_is_refused_before_any_weight_is_read(tmp_path: Path) -> None:
+    folder = write_class("internvl", tmp_path / "model")
+    (folder / "model.safetensors").chmod(0)
+    with pytest.raises(
+        OnPTQError, match=r"InternVLForConditionalGeneration cannot be used without torchvision: pip install"
+    ):
+        PromptProcessor.from_folder(folder, find_source(folder).family, find_source(folder).config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        (
+            "gemma4",
+            r"Gemma4TextDecoderLayer\) do not run on hidden states, mask, positions and a cache alone",
+        ),  # E2B, E4B
+        ("qwen3_vl_moe", r"Qwen3VLMoeTextDecoderLayer\) lacks mlp\.gate_proj, mlp\.up_proj, mlp\.down_proj"),
+        ("qwen3_5", r"layers\.0 \(Qwen3_5DecoderLayer\) lacks self_attn\.q_proj"),
+        ("glm4v_moe", r"Glm4vMoeTextDecoderLayer\) lacks mlp\.gate_proj, mlp\.up_proj, mlp\.down_proj"),
+        ("mamba", "mamba"),
+        ("t5", "no class of model_type 't5' that writes text"),
+    ],
+)
+def test_a_class_without_the_structure_is_refused_by_its_layers_and_what_they_lack(
+    model_type: str, reason: str
+) -> None:
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    with pytest.raises(OnPTQError, match=reason):
+        family_of(config)
+
+
+def test_a_class_whose_forward_does_more_than_its_layers_is_refused(tmp_path: Path) -> None:
+    """Granite multiplies embeddings and divides logits outside of its layers."""
+    from onptq.checkpoint.load import load_policy
+
+    folder = write_class("granite", tmp_path)
+    source = find_source(folder)
+    processor = PromptProcessor.from_folder(folder, source.family, source.config)
+    policy = load_policy(source, "W4A16", device="cpu")
+    from onptq.data.manifest import load_manifest
+
+    with pytest.raises(OnPTQError, match=r"GraniteForCausalLM computes more than its decoder's layers, norm and head"):
+        check_agreement(policy, processor, load_manifest(folder / "prompts.jsonl"))
+
+
+def test_a_config_of_a_million_layers_is_not_built() -> None:
+    config = transformers.AutoConfig.for_model("mistral").to_dict() | {"num_hidden_layers": 10**6}
+    with pytest.raises(OnPTQError, match="1,000,000 layers; expected at most 1,000"):
+        family_of(config)
