@@ -741,7 +741,15 @@ def test_a_method_that_needs_prompts_says_so(small: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("scheme", ["W4A8", "W8A8", "W3A8", "W4A16-g32-asym"])
+def test_a_scheme_that_does_not_fit_the_model_is_refused_before_it_is_loaded(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        OnPTQError, match=r"FP8-block: layers\.0\.\S+ has \d+ input columns, which groups of 128 do not"
+    ):
+        run(small, tmp_path / "out", ["rtn:W4A8", "rtn:FP8-block"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scheme", ["W4A8", "W8A8", "W3A8", "W4A16-g32-asym", "FP8", "NVFP4", "MXFP8"])
 def test_the_size_of_a_checkpoint_is_known_without_writing_it(small: Path, tmp_path: Path, scheme: str) -> None:
     source = find_source(small)
     policy = load_policy(source, scheme)

@@ -23,7 +23,7 @@ from transformers.utils import is_torchvision_available
 
 import onptq
 from onptq.check.probes import probe_prompt
-from onptq.checkpoint.load import load_model
+from onptq.checkpoint.load import load_model, load_policy
 from onptq.checkpoint.names import find_decoder
 from onptq.checkpoint.source import find_source
 from onptq.cycle.branch import branch
@@ -32,10 +32,12 @@ from onptq.engine.agreement import check_agreement
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
 from onptq.methods.linears import dense_weight
+from onptq.methods.rtn import rtn
 from onptq.models import family_of
 from onptq.models.processing import PromptProcessor
 from onptq.models.structure import PRODUCERS, find_structure
 from onptq.progress import QuietReporter
+from onptq.quantizer.modules import QuantLinear
 from onptq.quantizer.proof import prove
 from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out
 from onptq.quantizer.weights import smoothed
@@ -252,3 +254,16 @@ def test_a_config_of_a_million_layers_is_not_built() -> None:
     config = transformers.AutoConfig.for_model("mistral").to_dict() | {"num_hidden_layers": 10**6}
     with pytest.raises(OnPTQError, match="1,000,000 layers; expected at most 1,000"):
         family_of(config)
+
+
+def test_a_fused_linear_takes_groups_and_one_tensor_scale(made: Callable[[str], Tiny]) -> None:
+    policy = load_policy(made("phi3").source, "NVFP4", device="cpu", dtype="float32")
+    policy.freeze(rtn(policy))
+    for block in policy.structure.blocks:
+        for name in block.linears:
+            linear = block.child(name)
+            assert isinstance(linear, QuantLinear)
+            folded, rows = linear.folded(), len(linear.weight)
+            assert folded.scale.shape == (rows, linear.in_features // 16)
+            assert folded.tensor_scale is not None
+            assert folded.input_scale is not None

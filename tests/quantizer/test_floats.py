@@ -170,8 +170,8 @@ def test_activations_are_rounded_as_compressed_tensors_rounds_them(name: str, dt
     args = args_of(scheme).input_activations
     assert args is not None
     common = torch.tensor([4.0]) if scheme.scales_inputs else None
-    scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module(), common)
-    assert torch.equal(quantize_inputs(x, scheme, common), fake_quantize(x, scale, zero, args, common))
+    scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module(), global_scale=common)
+    assert torch.equal(quantize_inputs(x, scheme, common), fake_quantize(x, scale, zero, args, global_scale=common))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -174,7 +174,7 @@ def _check_finite(source: Source, model: nn.Module) -> None:
 def _check_groups(policy: Policy) -> None:
     size = policy.scheme.group_size
     for block in policy.structure.blocks if size else ():
-        for name in ("q_proj", "o_proj", "down_proj"):
+        for name in block.linears:
             columns = block.child(name).in_features
             if columns % size:  # type: ignore[operator]
                 raise OnPTQError(

@@ -10,7 +10,22 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onptq.cli import compare, data, diff, evaluate, inspect, list, plan, quantize, recipe, report, verify, view, zoo
+from onptq.cli import (
+    compare,
+    data,
+    diff,
+    evaluate,
+    inspect,
+    list,
+    plan,
+    quantize,
+    recipe,
+    report,
+    reproduce,
+    verify,
+    view,
+    zoo,
+)
 from onptq.errors import OnPTQError, RaisedElsewhereError, printable
 from onptq.ranks import is_first, started
 
@@ -117,6 +132,7 @@ app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("recipe")(recipe.recipe)
 app.command("list")(list.list_names)
+app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(data.app, name="data")
 app.add_typer(zoo.app, name="zoo")
 

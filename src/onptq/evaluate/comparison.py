@@ -121,7 +121,8 @@ def _check_schemes(candidates: Sequence[Candidate], source: Source) -> None:
     schemes = {one.scheme for one in candidates if not isinstance(one, CheckpointCandidate)}
     if schemes:
         family = source.family
-        checkpoint, decoder = check_exportable(source.folder, (*family.ignore, *family.other_models))
+        excluded = (*family.ignore, *family.other_models)
+        checkpoint, decoder = check_exportable(source.folder, excluded, family.linears)
         for scheme in schemes:
             check_groups(checkpoint, decoder, scheme)
 
