@@ -82,5 +82,5 @@ class Environment:
     def _pip(self, *arguments: str) -> None:
         command = [str(self.python), "-m", "pip", *arguments, "--disable-pip-version-check"]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        if subprocess.run(command, env=environment).returncode:  # noqa: S603  (no shell: the words of a list)
+        if subprocess.run(command, env=environment).returncode:  # noqa: S603 - its own python
             raise OnPTQError(f"pip cannot set up {self.folder}; its error is above")

@@ -147,7 +147,7 @@ class Evaluation:
         inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         began = time.monotonic()
         with self.reporter.phase(name), log.open("wb") as file:
-            code = subprocess.run(  # noqa: S603  (no shell: the words of a list)
+            code = subprocess.run(  # noqa: S603 - no shell, and the environment's own python
                 command, stdout=file, stderr=subprocess.STDOUT, env=inherited | dict(variables)
             ).returncode
         results = sorted(raw.rglob("*results*.json"))

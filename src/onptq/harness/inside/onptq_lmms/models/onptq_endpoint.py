@@ -39,6 +39,8 @@ class Endpoint(lmms):  # type: ignore[misc]
         device: str | None = None,
     ) -> None:
         super().__init__()
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url} is no address of a server; expected http:// or https://")
         self.url = f"{url.rstrip('/')}/chat/completions"
         self.served = model
         self.workers = int(requests_at_a_time)
@@ -65,7 +67,7 @@ class Endpoint(lmms):  # type: ignore[misc]
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("ONPTQ_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)  # noqa: S310  (http alone: checked)
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)  # noqa: S310 - checked
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 with DIRECT.open(request, timeout=PATIENCE) as reply:
