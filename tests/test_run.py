@@ -696,3 +696,18 @@ def test_torn_sums_stop_no_run(tmp_path: Path, end: int) -> None:
         assert run.read_json("rounds/0/x") == [2]
         run.finish({})
     assert [one.split()[1] for one in sums.read_text().splitlines()] == ["recipe.yaml", "state", "summary.json"]
+
+
+def test_a_folder_deleted_while_its_first_file_is_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Path.write_text
+
+    def deleted_first(path: Path, *args: Any, **keywords: Any) -> int:
+        if path.name.endswith("recipe.yaml"):
+            shutil.rmtree(path.parent)
+        return written(path, *args, **keywords)
+
+    monkeypatch.setattr(Path, "write_text", deleted_first)
+    with pytest.raises(OnPTQError, match=r"onptq was deleted while the run went on: begin it again"):
+        Run.open(tmp_path, IDENTITY)

@@ -162,16 +162,24 @@ class Run:
         name = str(target.relative_to(self.file()))
         if name != RECORD:
             self._require_folder()
-        with atomically(target) as temporary:
-            yield temporary
-            # Before the file has its name: a kill in between leaves a sum too many, never a file without one.
-            _append(self.file(SUMS), f"{file_sha256(temporary)}  {name}")
+        try:
+            with atomically(target) as temporary:
+                yield temporary
+                # Before the file has its name: a kill in between leaves a sum too many, never a file without one.
+                _append(self.file(SUMS), f"{file_sha256(temporary)}  {name}")
+        except FileNotFoundError as error:
+            if self.home.is_dir():
+                raise
+            raise self._deleted() from error
         self._intact.add(name)
 
     def _require_folder(self) -> None:
         """Write nothing into the place of a folder that is gone: the same command would refuse what is left there."""
         if not (self.home / RECORD).exists():
-            raise OnPTQError(f"{self.home} was deleted while the run went on: begin it again with the same command")
+            raise self._deleted()
+
+    def _deleted(self) -> OnPTQError:
+        return OnPTQError(f"{self.home} was deleted while the run went on: begin it again with the same command")
 
     def step(self, name: str, codec: Codec[T], compute: Callable[[], T]) -> T:
         """The value that an earlier process committed as `name`, or else the computed one, now committed.
