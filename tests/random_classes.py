@@ -99,6 +99,7 @@ CLASSES = {
         IDEFICS_TOKENS,
         "<image>",
         towers=("vision_model", "connector"),
+        published={"pad_token_id": 0},
     ),
     "paddleocr_vl": RandomClass(
         "paddleocr_vl",
@@ -123,6 +124,7 @@ CLASSES = {
         "<|vision_start|><|IMAGE_PLACEHOLDER|><|vision_end|>",
         {"image_token": "<|IMAGE_PLACEHOLDER|>"},
         towers=("visual", "projector"),
+        published={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
     ),
     "gemma3": RandomClass(
         "gemma3",
@@ -375,6 +377,7 @@ CLASSES = {
             "global_image_token": "<global-img>",
         },
         towers=("vision_model", "connector"),
+        published={"pad_token_id": 0},
         torchvision=True,
     ),
     "qwen2_vl": RandomClass(
@@ -398,6 +401,7 @@ CLASSES = {
         (),
         "<|vision_start|><|image_pad|><|vision_end|>",
         towers=("visual",),
+        published={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
         torchvision=True,
     ),
 }

@@ -141,7 +141,7 @@ def test_every_pair_takes_the_exponent_of_least_output_error(cases: Cases, schem
         first = PAIRS[pair][1][0]
         x = inputs_of(policy, "D", sequences, block, first)
         grid = [np.log(plain_scales(x, exponent, block, pair)) for exponent in EXPONENTS]
-        distance = [np.abs(log_scales_in(theta, block, first).numpy() - u).max() for u in grid]
+        distance = [np.abs(log_scales_in(theta, block, first).numpy() - u).max() for u in grid]  # type: ignore[union-attr]
         chosen = int(np.argmin(distance))
         assert distance[chosen] < 1e-5
         losses = plain_losses(checkpoint, policy, sequences, block.index, pair)
@@ -166,7 +166,7 @@ def test_every_group_takes_the_clip_of_least_partial_error(cases: Cases, scheme:
     if name not in CLIPPED:
         assert (actual == 1).all()
         return
-    u_in = log_scales_in(theta, block, name).double().numpy()
+    u_in = log_scales_in(theta, block, name).double().numpy()  # type: ignore[union-attr]
     u_out = log_scales_out(theta, block, name)
     weight = oracles.smoothed_weight(
         block.child(name).get_parameter("weight").double().numpy(),
@@ -193,7 +193,7 @@ def test_clips_are_judged_on_rounded_inputs(small: Path) -> None:
     with naive.without_ties():
         theta = awq(policy, prompts, responses=short_responses(prompts))
     block, name = policy.structure.blocks[1], "down_proj"
-    u_in = log_scales_in(theta, block, name).double().numpy()
+    u_in = log_scales_in(theta, block, name).double().numpy()  # type: ignore[union-attr]
     weight = oracles.smoothed_weight(block.child(name).get_parameter("weight").double().numpy(), u_in, None)
     x = inputs_of(policy, "D", sequences_of(policy, prompts), block, name) / np.exp(u_in)
     token = oracles.token_scale_off_ties(x, 3)

@@ -84,7 +84,7 @@ def output_errors(
     piece = dict(policy.folded())[block.path(name)]
     codes, scale = piece.codes.double().numpy(), piece.scale.double().numpy()  # type: ignore[union-attr]
     dense = x @ block.child(name).weight.double().numpy().T  # type: ignore[operator]
-    x = x / np.exp(log_scales_in(theta, block, name).double().numpy())
+    x = x / np.exp(log_scales_in(theta, block, name).double().numpy())  # type: ignore[union-attr]
     if policy.scheme.quantizes_activations:
         token = oracles.token_scale(x, policy.scheme.activation_bits)
         x = oracles.rounding(x, token, policy.scheme.activation_bits)(x, token)

@@ -84,7 +84,10 @@ def test_a_norm_that_no_scale_folds_into_is_left_alone_in_the_one_layer_that_has
     assert "layers.1.post_attention_layernorm" not in dict(policy.folded())
 
 
-@pytest.mark.parametrize("method", ["awq", "blockwise", "gptq", "masquant", "mbq", "qig", "search", "signround"])
+@pytest.mark.parametrize(
+    "method",
+    ["awq", "blockwise", "gptq", "masquant", "mbq", pytest.param("qig", marks=pytest.mark.slow), "search", "signround"],
+)
 def test_every_method_fits_a_model_with_a_pair_that_does_not_fold(tiny: Callable[[str], Tiny], method: str) -> None:
     from onptq import methods
 

@@ -166,7 +166,7 @@ def test_every_query_head_of_a_group_meets_the_scale_of_its_kv_channel(tiny: Cal
     for head in range(block.heads):
         for channel in range(block.head_dim):
             expected = u[(head // share) * block.head_dim + channel]
-            assert columns[head * block.head_dim + channel] == expected
+            assert columns[head * block.head_dim + channel] == expected  # type: ignore[index]
     assert log_scales_out(theta, block, "v_proj") is u
     assert log_scales_out(theta, block, "o_proj") is None
     assert log_scales_out(theta, block, "gate_proj") is None
@@ -414,7 +414,7 @@ def positions(policy: Policy, theta: Theta, pieces: dict[str, FoldedLinear]) -> 
         for name in LINEARS:
             path = block.path(name)
             out = log_scales_out(theta, block, name)
-            weight = block.child(name).weight.double() * log_scales_in(theta, block, name).double().exp()  # type: ignore[operator]
+            weight = block.child(name).weight.double() * log_scales_in(theta, block, name).double().exp()  # type: ignore[operator, union-attr]
             weight = weight if out is None else weight / out.double().exp()[:, None]
             step, zero = pieces[path].scale.double(), pieces[path].zero
             grouped = weight.view(*step.shape, -1) / step[..., None] + (0 if zero is None else zero.double()[..., None])
@@ -544,7 +544,7 @@ def test_what_folds_is_codes_and_steps_in_the_stored_dtype(tiny: Callable[[str],
             out = log_scales_out(theta, block, name)
             expected = oracles.smoothed_weight(
                 weight[:5].double().numpy(),  # type: ignore[index]
-                log_scales_in(theta, block, name).double().numpy(),
+                log_scales_in(theta, block, name).double().numpy(),  # type: ignore[union-attr]
                 None if out is None else out[:5].double().numpy(),
             )
             again = weight_codes(

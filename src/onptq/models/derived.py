@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 from onptq.errors import OnPTQError
@@ -21,7 +22,8 @@ AUTO_CLASSES = (  # of transformers, each a mapping from model_type to the class
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
 )
-DEPTHS = ("num_hidden_layers", "num_layers", "n_layers", "depth", "encoder_layers", "num_experts")
+ARGUMENTS = {"image": "pixel_values", "audio": "input_features"}  # of a forward that takes such media
+DEPTHS = ("num_hidden_layers", "num_layers", "n_layers", "depth", "encoder_layers")
 LAYERS = 1000  # that a model may have: more would take for ever to build
 TRIED_TOKENS = 2
 _QUERY = re.compile(r"((?:.*\.)?)layers\.\d+\.self_attn\.(?:q|qkv)_proj\.\w+")
@@ -98,8 +100,8 @@ def _built(config_json: str) -> _Built:
     _try_blocks(structure, name)
     path = next(path for path, module in model.named_modules() if module is structure.decoder)
     parameters = [parameter for parameter, _ in model.named_parameters()]
-    given = model.input_modalities
-    takes = frozenset((given,) if isinstance(given, str) else given)
+    arguments = signature(model.forward).parameters
+    takes = frozenset(kind for kind, argument in ARGUMENTS.items() if argument in arguments)
     usual = all(block.linears == tuple(LINEARS) for block in structure.blocks)
     linears = () if usual else tuple(block.path(one) for block in structure.blocks for one in block.linears)
     return _Built(name, tuple(_beside(f"{path}." if path else "", parameters)), linears, takes)

@@ -112,7 +112,6 @@ def _encode_alike(model: nn.Module, structure: Structure, prompts: Sequence[Numb
     positions = _positions(handed.get("position_ids"), structure, tensors["input_ids"])
     features, seen = handed.get("deepstack_visual_embeds"), handed.get("visual_pos_masks")
     stacked = None if not features else torch.stack([feature.to(embeds.dtype) for feature in features])
-    mask = handed.get("attention_mask")
     encoded, taken = [], 0
     for row, (inputs, ordinal) in enumerate(prompts):
         length, deepstack, at = inputs.length, None, None
@@ -128,7 +127,7 @@ def _encode_alike(model: nn.Module, structure: Structure, prompts: Sequence[Numb
             modality=inputs.modality.to(device),
             deepstack=deepstack,
             deepstack_at=at,
-            runs=mutual_runs(mask, structure, length) if inputs.alone else None,
+            runs=mutual_runs(handed.get("attention_mask"), structure, row, length),
         )
         encoded.append(prompt)
     return encoded

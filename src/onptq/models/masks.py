@@ -12,19 +12,19 @@ from onptq.errors import OnPTQError
 from onptq.models.structure import Structure
 
 
-def mutual_runs(given: Any, structure: Structure, length: int) -> Tensor | None:
+def mutual_runs(given: Any, structure: Structure, row: int, length: int) -> Tensor | None:
     """[types, P] for every layer type the number of the run of tokens, if any, that see one another both ways, as an
     image's do in Gemma; 0 elsewhere.
 
-    None where every token sees itself and what is before it. `given` is the decoder's mask of one prompt, or one mask
-    by layer type. A mask that is neither is refused."""
+    None where every token sees itself and what is before it. `given` is the decoder's mask of a batch, or one mask by
+    layer type; the prompt is in its `row`. A mask that is neither is refused."""
     by_type: Mapping[str, Any] = given if isinstance(given, Mapping) else dict.fromkeys(structure.types, given)
     device = structure.embedding.weight.device
     slots = torch.arange(length, device=device)
     runs = torch.zeros(len(structure.types), length, dtype=torch.long, device=device)
     examples = {block.layer_type: block for block in structure.blocks}
     for place, kind in enumerate(structure.types):
-        visible, block = _visible(by_type.get(kind), length), examples[kind]
+        visible, block = _visible(by_type.get(kind), row, length), examples[kind]
         if visible is None:
             continue
         runs[place] = _runs(visible)
@@ -46,11 +46,11 @@ def same_run(runs: Tensor) -> Tensor:
     return (runs[..., :, None] == runs[..., None, :]) & (runs[..., None, :] > 0)
 
 
-def _visible(mask: Any, length: int) -> Tensor | None:
+def _visible(mask: Any, row: int, length: int) -> Tensor | None:
     """[P, P] True where a query sees a key; None without a mask of queries and keys."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return None
-    seen: Tensor = mask[0, 0, :length, :length]
+    seen: Tensor = mask[row, 0, :length, :length]
     return seen if seen.dtype == torch.bool else seen == 0
 
 

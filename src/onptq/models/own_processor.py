@@ -94,15 +94,13 @@ class OwnProcessor(PromptProcessor):
         except Exception as error:  # processors check in many ways that text and media belong together
             raise OnPTQError(f"{prompt}: {type(self.processor).__name__} refuses it: {error}") from error
         types = made.get("mm_token_type_ids", made.get("token_type_ids"))
-        if types is None and not given_media:
-            types = torch.zeros_like(made["input_ids"])
-        if types is None:
-            raise OnPTQError(
-                f"{type(self.processor).__name__} does not say which tokens are images (mm_token_type_ids)"
-            )
-        modality = torch.zeros_like(types[0], dtype=torch.int8)
-        for value, kind in KINDS.items():
+        modality = torch.zeros_like(made["input_ids"][0], dtype=torch.int8)
+        for value, kind in KINDS.items() if types is not None else ():
             modality[types[0] == value] = kind
+        if given_media and not modality.any():
+            raise OnPTQError(
+                f"{prompt}: {type(self.processor).__name__} marks none of its tokens as an image's or a clip's"
+            )
         tensors = {name: value for name, value in made.items() if name in self.arguments and isinstance(value, Tensor)}
         return ModelInputs(tensors, modality, alone=given_media)
 
