@@ -26,7 +26,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some CPUs ann
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from cases import Case, choose_cases
-from environment import make_environment, python_of, versions
+from environment import PACKAGES, server_environment
 from questions import Question, ask, questions, read
 from reference import Compared, Reference
 from server import Server, ServerError, free_port, kernels, serve_command, tail
@@ -225,15 +225,17 @@ def run(args: argparse.Namespace) -> int:
     if args.out.exists() and any(args.out.iterdir()):
         raise OnPTQError(f"--out {args.out} is not empty; expected a new or empty folder")
     began = time.monotonic()
-    environment = (args.environment or cache_folder() / "clients" / "vllm").absolute()
-    installed = make_environment(environment)
-    print_line(f"environment {environment}: " + ("exists" if installed is None else f"made in {installed:.0f} s"))
+    environment = server_environment((args.environment or cache_folder() / "clients" / "vllm").absolute())
+    installed = environment.make()
+    print_line(
+        f"environment {environment.folder}: " + ("exists" if installed is None else f"made in {installed:.0f} s")
+    )
     args.out.mkdir(parents=True, exist_ok=True)
-    suite = Suite(python_of(environment), args.out.absolute(), args.patience, flags)
+    suite = Suite(environment.python, args.out.absolute(), args.patience, flags)
     results = suite.run(cases, args.servers)
     print_table(results)
     seconds = time.monotonic() - began
-    more = {"versions": versions(environment), "environment_seconds": installed, "seconds": round(seconds, 1)}
+    more = {"versions": environment.versions(PACKAGES), "environment_seconds": installed, "seconds": round(seconds, 1)}
     write_results(args.out / "results.json", results, more)
     failed = [(case, one) for case, one in zip(cases, results, strict=True) if one.fault is not None]
     for case, one in failed:

@@ -431,13 +431,15 @@ def write_class(name: str, folder: Path, prompts: int = PROMPTS) -> Path:
         roles=made.roles,
     )
     ids = write_tokenizer(folder, tokens, VOCABULARY)
-    ends = {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
+    ends = {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"], "tie_word_embeddings": False}
     settings = CONFIG_MAPPING[made.model_type].from_dict({"model_type": made.model_type} | made.config(ids) | ends)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, str(model_class(made.model_type)))(settings)
         for name, parameter in model.named_parameters():
             _draw(name, parameter.data)
+        silent = [ids[token] for token in tokens.special if token not in tokens.stops]
+        model.get_output_embeddings().weight.data[silent] = 0  # no response has a placeholder
     model.to(torch.bfloat16).save_pretrained(folder)
     if made.images:
         (folder / "preprocessor_config.json").write_text(json.dumps(made.processor | made.images | MEAN))

@@ -109,14 +109,14 @@ def serve() -> None:
     """The server's side: a line for every job, a line with the exit codes back."""
     from PIL import Image
 
-    from onptq.cli import app
+    from onptq import ranks
+    from onptq.cycle import rounds
 
     for module in ("onptq.pipeline", "onptq.evaluate.baselines", "scipy.stats", "compressed_tensors"):
         import_module(module)  # before the forks, so that none has to
     for family in ("llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"):
         import_module(f"transformers.models.{family}.modeling_{family}")
     Image.init()
-    rounds, ranks = import_module("onptq.cycle.rounds"), import_module("onptq.ranks")
 
     def act(job: dict[str, Any], rank: int) -> None:
         size = str(job["size"])
@@ -195,8 +195,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def get(family: str) -> Path:
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
-            dims = {"hidden": 64, "heads": 2, "kv_heads": 1, "ffn": 128, "vocab": 512, "image_size": 56}
-            made[family] = write_random(family, folder, prompts=10, **dims)
+            made[family] = write_random(
+                family, folder, prompts=10, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512, image_size=56
+            )
         return made[family]
 
     return get
@@ -209,11 +210,10 @@ def assert_alike(out: Path, reference: Path) -> None:
         if "trajectories" in name:
             assert read_trajectories(here) == read_trajectories(there)
         else:
-            ours, theirs = States.read(here), States.read(there)
+            here_states, there_states = States.read(here), States.read(there)
             for column in fields(States):
-                np.testing.assert_array_equal(
-                    getattr(ours, column.name), getattr(theirs, column.name), err_msg=f"{name}: {column.name}"
-                )
+                ours, theirs = (getattr(states, column.name) for states in (here_states, there_states))
+                np.testing.assert_array_equal(ours, theirs, err_msg=f"{name}: {column.name}")
     assert (home(out) / "init.safetensors").read_bytes() == (home(reference) / "init.safetensors").read_bytes()
     init, ours, theirs = (
         Theta.load(home(one) / name, "cpu").tensors()

@@ -681,3 +681,18 @@ def test_a_record_that_changed_only_where_nothing_is_compared_is_refused_too(tmp
     record.write_text(record.read_text().replace("/models/a", "/models/b"))
     with pytest.raises(OnPTQError, match=r"recipe\.yaml has changed since it was written: restore it, or choose"):
         Run.open(tmp_path, IDENTITY)
+
+
+@pytest.mark.parametrize("end", [66, 67, 70, 40], ids=["no name", "half a name", "a folder's name", "half a sum"])
+def test_torn_sums_stop_no_run(tmp_path: Path, end: int) -> None:
+    with Run.open(tmp_path, IDENTITY) as run:
+        run.write_json([1], "state")
+        run.write_json([2], "rounds", "0", "x")
+    sums = run.file("SHA256SUMS")
+    line = sums.read_text().splitlines()[-1]
+    assert line[64:] == "  rounds/0/x"
+    sums.write_text(sums.read_text().removesuffix(f"{line}\n") + line[: 72 if end == 70 else end])
+    with Run.open(tmp_path, IDENTITY) as run:
+        assert run.read_json("rounds/0/x") == [2]
+        run.finish({})
+    assert [one.split()[1] for one in sums.read_text().splitlines()] == ["recipe.yaml", "state", "summary.json"]

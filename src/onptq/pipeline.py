@@ -42,10 +42,10 @@ from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs, PromptProcessor
 from onptq.page.card_picture import card_picture
-from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter
+from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter, SilentReporter
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
-from onptq.ranks import join
+from onptq.ranks import is_first, join
 from onptq.recipe import Recipe
 from onptq.run import CALIBRATED, CHOICE, INIT, INIT_KEPT, SUMMARY, Run, check_place, is_contract_1, remove, run_home
 from onptq.schemes import Scheme
@@ -94,7 +94,8 @@ def quantize(
     `start` is the file of a theta^(0) to use instead of the recipe's base method. `on_bad_prompt` is `fail`, or `skip` to
     leave out prompts that cannot be read or that the model cannot take.
     """
-    reporter, recipe = reporter or QuietReporter(), recipe or Recipe()
+    reporter = reporter or (QuietReporter() if is_first() else SilentReporter())
+    recipe = recipe or Recipe()
     with join(recipe.compute.device) as ranks:
         device = torch.device(ranks.lead(lambda: str(check_settings(Path(out), recipe, calibration, holdout))))
         if ranks.size > 1:
@@ -113,7 +114,7 @@ def quantize(
 def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verify: bool) -> dict[str, Any]:
     """The summary of the run, worked on from the first step that is not finished to the end. Of several processes, only the
     first has that of the checkpoint, too."""
-    if start is not None and not run.has(INIT):
+    if start is not None and run.ranks.is_first and not run.has(INIT):
         with run.writing(INIT) as path:
             shutil.copyfile(start, path)
     processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)

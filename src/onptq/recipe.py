@@ -360,7 +360,10 @@ class Recipe(Config):
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Overrides = ()) -> Recipe:
-        """A recipe file, or the `recipe.yaml` of a run, changed by `overrides` as in `preset`."""
+        """A recipe file, or the `recipe.yaml` of a run, changed by `overrides` as in `preset`.
+
+        A file that names a `preset` has the preset's fields, but for its own.
+        """
         try:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -369,6 +372,9 @@ class Recipe(Config):
             raise OnPTQError(f"the recipe {path} must be a YAML mapping of fields, got {type(data).__name__}")
         if isinstance(data.get("recipe"), Mapping):  # a run's record: the recipe beside versions and hashes
             data = data["recipe"]
+        if "preset" in data:
+            own = {name: value for name, value in data.items() if name != "preset"}
+            return cls.preset(data["preset"], override(own, overrides, implied))
         return cls.model_validate(override(data, overrides, implied))
 
     def with_overrides(self, overrides: Overrides) -> Recipe:

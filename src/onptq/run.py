@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ LOG = "log.jsonl"
 SCRATCH = ".scratch"
 LOCK = ".lock"
 SUMS = "SHA256SUMS"  # of every committed file, in the form of sha256sum
+_SUM = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>.+)")
 AGAIN = "and the same command computes it again"
 SAFETENSORS_TEMPORARY = ".tmp*"  # where safetensors writes before it renames
 
@@ -206,12 +208,14 @@ class Run:
         self._intact.add(name)
 
     def _sums(self) -> dict[str, set[str]]:
-        """By name, every sum that the file was committed with; a file that is written again has several."""
+        """By name, every sum that the file was committed with; a file that is written again has several.
+
+        Lines that a kill or damage cut short are left out."""
         sums: dict[str, set[str]] = {}
         if self.has(SUMS):
             for line in self.file(SUMS).read_text(encoding="utf-8", errors="replace").splitlines():
-                digest, _, name = line.partition("  ")
-                sums.setdefault(name, set()).add(digest)
+                if (found := _SUM.fullmatch(line)) is not None:
+                    sums.setdefault(found["name"], set()).add(found["digest"])
         return sums
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -220,7 +224,7 @@ class Run:
         Files of earlier processes that this one did not need must still be what they were."""
         self.wait()
         for name, sums in self._sums().items():
-            if name not in self._intact and self.has(name):
+            if name not in self._intact and self.file(name).is_file():  # half a name may be that of a folder
                 self._check(name, sums)
         self.write_json(summary, SUMMARY)
         files = sorted(str(path.relative_to(self.home)) for path in self.home.rglob("*") if path.is_file())

@@ -73,7 +73,7 @@ def test_gradients_that_are_no_numbers_name_step_and_parameter(case: Case, monke
 
     accumulate = module._accumulate
 
-    def spoiled(*arguments: Any) -> dict[str, float]:
+    def spoiled(*arguments: Any) -> Any:
         values = accumulate(*arguments)
         theta = arguments[6].theta
         theta.ratio["layers.1.self_attn.o_proj"].grad.view(-1)[0] = math.inf

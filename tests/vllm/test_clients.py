@@ -91,7 +91,7 @@ def environment(clients: SimpleNamespace, tmp_path: Path) -> Callable[[str], Pat
         python = folder / "bin" / "python"
         python.write_text(f"#!{sys.executable}\n{program}", encoding="utf-8")
         python.chmod(0o755)
-        mark = {"requirements": clients.environment.wanted(), "whole": True}
+        mark = {"requirements": clients.environment.server_environment(folder).wanted(), "whole": True}
         (folder / clients.environment.MARK).write_text(json.dumps(mark), encoding="utf-8")
         return folder
 
@@ -357,7 +357,7 @@ def test_a_server_that_fails_fails_the_command_and_shows_its_log(
 def test_a_folder_of_other_files_is_not_made_into_an_environment(clients: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(OnPTQError, match="was not made by this command"):
-        clients.environment.make_environment(tmp_path)
+        clients.environment.server_environment(tmp_path).make()
     assert (tmp_path / "precious.txt").read_text(encoding="utf-8") == "mine"
 
 

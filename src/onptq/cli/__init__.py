@@ -10,13 +10,28 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onptq.cli import compare, data, diff, inspect, list, plan, quantize, recipe, report, verify, view, zoo
+from onptq.cli import (
+    compare,
+    data,
+    diff,
+    evaluate,
+    inspect,
+    list,
+    plan,
+    quantize,
+    recipe,
+    report,
+    reproduce,
+    verify,
+    view,
+    zoo,
+)
 from onptq.errors import OnPTQError, RaisedElsewhereError, printable
 from onptq.ranks import is_first, started
 
 GROUP = "onptq.commands"  # entry points by which other packages add commands: a function each, as typer takes it
 ELSEWHERE = {"bench": "onptq-vllm", "tune": "onptq-vllm"}  # the package that has a command
-RESUMED = ("quantize", "compare", "diff")  # the same command goes on where a killed one was
+RESUMED = ("quantize", "compare", "diff", "eval")  # the same command goes on where a killed one was
 SHARED = "quantize"  # the command that several processes work on
 KEPT = "finished steps are kept, the same command continues the run"
 SCARCE = {  # limits of a machine or a shell
@@ -112,10 +127,12 @@ app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("compare")(compare.compare)
 app.command("diff")(diff.diff)
+app.command("eval")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("recipe")(recipe.recipe)
 app.command("list")(list.list_names)
+app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(data.app, name="data")
 app.add_typer(zoo.app, name="zoo")
 

@@ -1,4 +1,7 @@
-"""`onptq compare`: a dense model and its quantized candidates, on the same items and prompts, with paired statistics."""
+"""`onptq compare`: a dense model and its quantized candidates, on the same items and prompts, with paired statistics.
+
+With --samples the answers are there already, in the logs of a benchmark tool.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ SPLITS = ("test", "held-out")
 def compare(
     dense: Annotated[
         str,
-        typer.Argument(metavar="DENSE", help="The dense model: a folder, a hub id, or a name of `onptq zoo list`."),
+        typer.Argument(
+            metavar="DENSE",
+            help="The dense model: a folder, a hub id, or a name of `onptq zoo list`. With --samples its log.",
+        ),
     ],
     candidates: Annotated[
         list[str],
@@ -52,9 +58,22 @@ def compare(
             metavar="CANDIDATE...",
             help="Checkpoint folders that transformers loads, whoever made them (NAME=FOLDER names one), or METHOD:SCHEME "
             "to be built here, e.g. rtn:W4A8, search:W4A6. Behind @ come a preset, a recipe file or FIELD=VALUE, with commas "
-            "between them, e.g. onptq:W4A8@paper,init=awq. Behind # comes a seed, e.g. onptq:W4A8#1.",
+            "between them, e.g. onptq:W4A8@paper,init=awq. Behind # comes a seed, e.g. onptq:W4A8#1. With --samples logs; "
+            "NAME=LOG names one.",
         ),
     ],
+    samples: Annotated[
+        bool,
+        typer.Option(
+            "--samples",
+            help="Compare answers that are there already: DENSE and CANDIDATE... are per-sample logs (.jsonl) of lmms-eval or "
+            "lm-evaluation-harness, or folders of them, as `onptq eval` writes them. No model is loaded.",
+        ),
+    ] = False,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="With --samples: the metric that grades an item.", show_default="the log's first"),
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -126,6 +145,11 @@ def compare(
     """Compare CANDIDATEs with DENSE and with each other. Killed at any moment, the same command continues."""
     if split not in SPLITS:
         raise OnPTQError(f"--split {split}: expected one of {', '.join(SPLITS)}")
+    if samples:
+        compare_samples(dense, candidates, metric, seed, out, quiet, json)
+        return
+    if metric is not None:
+        raise OnPTQError("--metric chooses among the metrics of logs; expected --samples with it")
     reporter = make_reporter(quiet, json)
     of_the_zoo = dense.startswith(ZOO)
     if of_the_zoo:
@@ -180,6 +204,46 @@ def compare(
         print_ending(report, folder, [one.name for first in parsed for one in with_seeds(first, seeds)], earlier)
         if page is not None:
             print_page(page)
+
+
+def compare_samples(
+    dense: str, candidates: Sequence[str], metric: str | None, seed: int, out: Path | None, quiet: bool, json: bool
+) -> None:
+    """Compare logs; with `out`, write the report and the changed answers into that folder."""
+    from onptq.evaluate.candidates import DENSE
+    from onptq.evaluate.report import markdown
+    from onptq.evaluate.sample_logs import changed_answers, paired_arms, read_arm
+    from onptq.evaluate.statistics import Resampler
+    from onptq.evaluate.summary import Results, summarize
+    from onptq.files import atomically, to_json
+
+    places = {DENSE: Path(dense)}
+    for text in candidates:
+        name, named, place = text.partition("=")
+        path = Path(place if named else text)
+        name = name if named else path.name.removesuffix(".jsonl")
+        if name in places:
+            raise OnPTQError(f"two logs are called {name}; expected NAME=LOG with different names")
+        places[name] = path
+    items, answers = paired_arms({name: read_arm(place, metric) for name, place in places.items()})
+    results = {name: Results(given) for name, given in answers.items()}
+    report = summarize(items, (), results, Resampler(seed), dense, f"{len(items)} items of per-sample logs")
+    changed = list(changed_answers(answers))
+    if out is not None:
+        texts = {
+            "report.json": to_json(report.to_dict(), indent=2) + "\n",
+            "report.md": markdown(report),
+            "changed.jsonl": "".join(to_json(one) + "\n" for one in changed),
+        }
+        for name, text in texts.items():
+            with atomically(out / name) as path:
+                path.write_text(text, encoding="utf-8")
+    if json:
+        make_reporter(quiet, json).result(report.to_dict() | {"changed": changed})
+    elif not quiet:
+        print_report(report)
+        if out is not None:
+            typer.echo(f"\nReport: {out / 'report.md'}; {len(changed)} changed answers: {out / 'changed.jsonl'}")
 
 
 def print_report(report: Report) -> None:

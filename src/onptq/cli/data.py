@@ -1,4 +1,4 @@
-"""`onptq data`: calibration prompts from images, chat logs, a server's log, or from too few prompts."""
+"""`onptq data`: calibration prompts from images, chat logs, a server's log, too few prompts, or the paper's data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import typer
 
 if TYPE_CHECKING:
     from onptq.data.collected import Collected
+    from onptq.data.prompts import Prompt
 
 PRIVATE = "holds your users' prompts as they are"
 app = typer.Typer(
     help=f"Collect calibration prompts. The written file {PRIVATE}. Do not publish it. "
-    "Nothing is uploaded or downloaded.",
+    "Nothing is uploaded. Nothing is downloaded, unless a hub id is given.",
     no_args_is_help=True,
 )
+prepare = typer.Typer(help="Build a calibration set of the paper from copies of its data.", no_args_is_help=True)
+app.add_typer(prepare, name="prepare")
 OUT = Path("prompts.jsonl")
 
 Out = Annotated[Path, typer.Option(help=f"Manifest to write; it {PRIVATE}.")]
@@ -32,6 +35,11 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the files 
 Questions = Annotated[
     Path | None,
     typer.Option(help="Text file of questions, one per line.", show_default="16 built-in ones: describe, count, read"),
+]
+
+Sha256 = Annotated[
+    str | None,
+    typer.Option(help="The SHA-256 that prompts and media must have, as this command printed it elsewhere."),
 ]
 
 
@@ -132,6 +140,70 @@ def expand(
     check(out, overwrite, holdout, holdout_share)
     collected = expanded(manifest, to, seed, read_questions(questions))
     write(collected, out, holdout, holdout_share, seed)
+
+
+@prepare.command("coco-128")
+def coco_128(
+    captions: Annotated[
+        str,
+        typer.Option(
+            help="ShareGPT4V's sharegpt4v_instruct_gpt4-vision_cap100k.json; or hub:OWNER/NAME to download it, e.g. "
+            "hub:Lin-Chen/ShareGPT4V."
+        ),
+    ],
+    images: Annotated[
+        str, typer.Option(help="Folder of COCO's train2017 images; or hub:OWNER/NAME with such files to download 128.")
+    ],
+    out: Annotated[Path, typer.Option(help="Manifest to write.")] = Path("coco-128.jsonl"),
+    sha256: Sha256 = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the paper's 128 prompts for vision-language models: questions of ShareGPT4V about images of COCO."""
+    from onptq.data.published.coco import coco_prompts
+
+    check(out, overwrite, None, None)
+    write_published(coco_prompts(captions, images, typer.echo), out, sha256)
+
+
+@prepare.command("omnibench")
+def omnibench(
+    source: Annotated[
+        str,
+        typer.Option(
+            help="OmniBench: its .jsonl, a .parquet, or a folder of them; or hub:OWNER/NAME to download it, e.g. "
+            "hub:m-a-p/OmniBench."
+        ),
+    ],
+    media: Annotated[
+        Path | None,
+        typer.Option(help="Folder of mm_data, where rows name their files.", show_default="the folder of the rows"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Manifest to write.")] = Path("omnibench-128.jsonl"),
+    sha256: Sha256 = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the paper's 128 prompts for Omni models: questions 0 to 127 of OmniBench.
+
+    Media that come inside the rows are written to OUT-media.
+    """
+    from onptq.data.published.omnibench import omnibench_prompts, unpacked
+
+    check(out, overwrite, None, None)
+    prompts = omnibench_prompts(source, media, typer.echo)
+    write_published(unpacked(prompts, out.with_name(f"{out.stem}-media")), out, sha256)
+
+
+def write_published(prompts: list[Prompt], out: Path, sha256: str | None) -> None:
+    """Write the manifest, and say what is in it and by which hash another machine knows that it has the same."""
+    from onptq.data.calibration import describe_kinds
+    from onptq.data.published.copies import check_digest
+    from onptq.data.writing import write_manifest
+
+    digest = check_digest(prompts, sha256)
+    write_manifest(prompts, out)
+    typer.echo(f"wrote {len(prompts)} prompts to {out} ({describe_kinds(prompts)})")
+    typer.echo(f"sha256 of prompts and media: {digest}")
+    typer.echo(f"onptq quantize MODEL --preset paper --calibration {shlex.quote(str(out))}")
 
 
 def check(out: Path, overwrite: bool, holdout: int | None, share: float | None) -> None:

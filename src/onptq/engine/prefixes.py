@@ -230,15 +230,12 @@ class Prefixes:
 
 def whole_prompts(batch: PromptBatch) -> Tokens:
     """The input of the decoder for whole prompts."""
-    return Tokens(batch.embeds, batch.positions, prompt_mask(batch.real, batch.runs), batch.deepstack)
+    return Tokens(batch.embeds, batch.positions, prompt_mask(batch.real), batch.deepstack, batch.runs)
 
 
-def prompt_mask(real: Tensor, runs: Tensor | None = None) -> Tensor | None:
-    """The mask of whole prompts, with `runs` [B, P] of tokens that see one another both ways.
-
-    None on a GPU without runs, where plain causal attention is faster: padding is on the right, so no token sees any."""
-    if runs is not None:
-        return causal_mask(real, 0) | ((runs[:, :, None] == runs[:, None]) & (runs[:, None] > 0))[:, None]
+def prompt_mask(real: Tensor) -> Tensor | None:
+    """The mask of whole prompts. None on a GPU, where plain causal attention is faster: padding is on the right, so no
+    token sees any."""
     return None if real.is_cuda else causal_mask(real, 0)
 
 

@@ -12,7 +12,7 @@ from onptq.evaluate.answers import Answer
 from onptq.evaluate.metrics import CONTENT, PROMPTS, by_task, places, sums
 from onptq.evaluate.percentiles import Percentile
 from onptq.evaluate.statistics import Column, Measure, Part, Single
-from onptq.evaluate.tasks import Item
+from onptq.evaluate.tasks import Scored
 
 NEAR_TIE = 0.25  # logits: below this margin of its own the dense model all but tosses a coin between the two tokens
 LONGEST_CYCLE = 16  # tokens
@@ -108,7 +108,7 @@ def ends_in_loop(tokens: Sequence[int]) -> bool:
     return False
 
 
-def content_measures(items: Sequence[Item], dense: Sequence[Answer], other: Sequence[Answer]) -> dict[str, Measure]:
+def content_measures(items: Sequence[Scored], dense: Sequence[Answer], other: Sequence[Answer]) -> dict[str, Measure]:
     """Answers that score lower or higher than the dense model's, over all tasks: more or fewer points of those possible."""
     before, after = by_task(items, dense), by_task(items, other)
     parts: dict[str, list[Part]] = {name: [] for name in CONTENT}

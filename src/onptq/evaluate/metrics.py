@@ -13,7 +13,7 @@ from onptq.evaluate.answers import Answer
 from onptq.evaluate.critical import Margins
 from onptq.evaluate.scores import paired
 from onptq.evaluate.statistics import Column, Measure, Part
-from onptq.evaluate.tasks import Item
+from onptq.evaluate.tasks import Scored
 
 PROMPTS = "prompts"  # the stratum of held-out prompts; tasks are strata of their own
 
@@ -90,7 +90,7 @@ CONTENT = {
 AVERAGE = "average"
 
 
-def labels(items: Sequence[Item]) -> dict[str, Label]:
+def labels(items: Sequence[Scored]) -> dict[str, Label]:
     """Every measure there can be, in the order of the report."""
     scores = {item.task: Label(item.task, item.measure == "word errors", percent=True) for item in items}
     scores = {
@@ -101,7 +101,7 @@ def labels(items: Sequence[Item]) -> dict[str, Label]:
     return scores | CHANGES | CONTENT | BEHAVIOUR | DAMAGE | PERCENTILES | CRITICAL
 
 
-def score_measures(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, Measure]:
+def score_measures(items: Sequence[Scored], answers: Sequence[Answer]) -> dict[str, Measure]:
     """One per task, and their unweighted mean where more is better."""
     measures, averaged = {}, []
     for task, (of_task, given) in by_task(items, answers).items():
@@ -112,7 +112,7 @@ def score_measures(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str
     return measures | ({AVERAGE: Measure(tuple(averaged), 100, "mean")} if averaged else {})
 
 
-def change_measures(items: Sequence[Item], dense: Sequence[Answer], other: Sequence[Answer]) -> dict[str, Measure]:
+def change_measures(items: Sequence[Scored], dense: Sequence[Answer], other: Sequence[Answer]) -> dict[str, Measure]:
     """Flips of correctness, texts that changed, and those of them that are wrong before and after; over all tasks."""
     before, after = by_task(items, dense), by_task(items, other)
     parts: dict[str, list[Part]] = {name: [] for name in CHANGES}
@@ -155,13 +155,13 @@ def right(answers: Sequence[Answer]) -> Column:
     return np.array([one.points == one.total for one in answers], np.bool_)
 
 
-def judged(items: Sequence[Item], answers: Sequence[Answer]) -> Column:
+def judged(items: Sequence[Scored], answers: Sequence[Answer]) -> Column:
     """Whether each item that is either right or wrong was answered right, in the order of the items."""
     return right([one for item, one in paired(items, answers) if item.measure == "accuracy"])
 
 
-def by_task(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, tuple[list[Item], list[Answer]]]:
-    tasks: dict[str, tuple[list[Item], list[Answer]]] = {}
+def by_task(items: Sequence[Scored], answers: Sequence[Answer]) -> dict[str, tuple[list[Scored], list[Answer]]]:
+    tasks: dict[str, tuple[list[Scored], list[Answer]]] = {}
     for item, given in paired(items, answers):
         of_task, answered = tasks.setdefault(item.task, ([], []))
         of_task.append(item)

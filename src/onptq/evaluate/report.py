@@ -51,7 +51,8 @@ def tables(report: Report) -> list[ReportTable]:
     parts = [_scores(report)] if report.items else []
     parts += [_behaviour(report)] if report.prompts else []
     parts += [table for table in (_damage(report), _percentiles(report)) if table.rows]
-    return [_with_labels(table, report) for table in (*parts, _cost(report))]
+    parts += [_cost(report)] if any(model.cost for model in report.models.values()) else []
+    return [_with_labels(table, report) for table in parts]
 
 
 def summary_table(report: Report) -> ReportTable:

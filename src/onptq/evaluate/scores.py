@@ -8,7 +8,7 @@ from typing import Any
 
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer
-from onptq.evaluate.tasks import Item, Scoring
+from onptq.evaluate.tasks import Scored, Scoring
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Change:
         }
 
 
-def score(items: Sequence[Item], answers: Sequence[Answer]) -> Scores:
+def score(items: Sequence[Scored], answers: Sequence[Answer]) -> Scores:
     tasks: dict[str, TaskScore] = {}
     for item, given in paired(items, answers):
         so_far = tasks.get(item.task, TaskScore(item.measure, 0, 0.0, 0.0))
@@ -98,7 +98,7 @@ def score(items: Sequence[Item], answers: Sequence[Answer]) -> Scores:
     return Scores(tasks)
 
 
-def compare_answers(items: Sequence[Item], dense: Sequence[Answer], quantized: Sequence[Answer]) -> Change:
+def compare_answers(items: Sequence[Scored], dense: Sequence[Answer], quantized: Sequence[Answer]) -> Change:
     """Every answer paired by the item's identity with the dense model's."""
     flips: dict[str, Flips] = {}
     moved: dict[str, list[bool]] = {}
@@ -122,7 +122,7 @@ def _flips(flips: Flips) -> dict[str, Any]:
     return {"percent": flips.percent} | asdict(flips)
 
 
-def paired(items: Sequence[Item], answers: Sequence[Answer]) -> list[tuple[Item, Answer]]:
+def paired(items: Sequence[Scored], answers: Sequence[Answer]) -> list[tuple[Scored, Answer]]:
     by_id = {given.item: given for given in answers}
     missing = [item.id for item in items if item.id not in by_id]
     if missing or len(by_id) != len(items):

@@ -35,7 +35,7 @@ from onptq.evaluate.statistics import (
     mcnemar,
     spread,
 )
-from onptq.evaluate.tasks import Item
+from onptq.evaluate.tasks import Scored
 
 PAIRED = 16  # candidates of which every two are compared; a report on more would be mostly about unlike things
 Verdict = Literal["better", "worse", "different", "same", "open", "unknown"]
@@ -144,7 +144,7 @@ class Report:
 
 
 def summarize(
-    items: Sequence[Item],
+    items: Sequence[Scored],
     prompts: Sequence[int],
     results: Mapping[str, Results],
     resampler: Resampler,
@@ -222,7 +222,7 @@ def _seeded_model(
     return ModelReport(cost, figures, seeds=members, spread=spreads)
 
 
-def _measures(items: Sequence[Item], prompts: Sequence[int], dense: Results, one: Results) -> dict[str, Single]:
+def _measures(items: Sequence[Scored], prompts: Sequence[int], dense: Results, one: Results) -> dict[str, Single]:
     measures: dict[str, Single] = {}
     if items:
         measures |= score_measures(items, one.answers)
@@ -288,7 +288,7 @@ def _paired_names(schemes: Mapping[str, str | None]) -> list[tuple[str, str]]:
     return [(DENSE, name) for name in names] + pairs
 
 
-def _rights(items: Sequence[Item], results: Mapping[str, Results]) -> dict[str, Column]:
+def _rights(items: Sequence[Scored], results: Mapping[str, Results]) -> dict[str, Column]:
     if not any(item.measure == "accuracy" for item in items):
         return {}
     return {name: judged(items, one.answers) for name, one in results.items()}

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
@@ -22,6 +22,19 @@ class Grade:
 
     points: float
     total: float = 1.0
+
+
+class Scored(Protocol):
+    """Of an item what statistics need: they are the same for items that were asked elsewhere."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def task(self) -> str: ...
+
+    @property
+    def measure(self) -> Scoring: ...
 
 
 @dataclass(frozen=True)

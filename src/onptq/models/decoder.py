@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from onptq.models.attention import grouped_mask, in_groups, trusted_attention, wants_groups
+from onptq.models.masks import same_run
 from onptq.models.structure import Block, Structure
 
 
@@ -124,28 +125,30 @@ class Tokens:
     positions: Tensor  # [A, B, S]; A = 3 for M-RoPE, else 1
     mask: Tensor | None  # [B, 1, S, K], True where a query sees a key; None: each slot itself and all before it
     deepstack: Sequence[Tensor] = ()  # features [B, S, d] that DeepStack adds after the first blocks
+    runs: Tensor | None = None  # [types, B, S] of whole prompts: tokens that see one another both ways
 
 
 def layer_masks(structure: Structure, tokens: Tokens, cache: Cache | None = None) -> dict[str, Tensor | None]:
     """The mask [B, 1, S, K] of every layer type; None where each slot sees itself and all before it."""
-    masks = {block.layer_type: tokens.mask for block in structure.blocks}
-    if not structure.narrowed:
+    masks: dict[str, Tensor | None] = dict.fromkeys(structure.types, tokens.mask)
+    if not structure.narrowed and tokens.runs is None:
         return masks
-    queries = tokens.positions[0]
-    keys = queries if cache is None else cache.place(queries)
-    distance = queries[:, None, :, None] - keys[:, None, None, :]
-    mask = tokens.mask
-    if mask is None:
+    queries, causal = tokens.positions[0], tokens.mask
+    if causal is None:
         slots = torch.arange(queries.shape[1], device=queries.device)
-        mask = (slots[:, None] >= slots)[None, None]
-    for block in structure.blocks:
-        if masks[block.layer_type] is not tokens.mask:
-            continue
-        if block.window:
-            masks[block.layer_type] = mask & (distance < block.window)
-        elif block.chunk:
-            chunks = queries[:, None, :, None] // block.chunk == keys[:, None, None, :] // block.chunk
-            masks[block.layer_type] = mask & chunks
+        causal = (slots[:, None] >= slots)[None, None]
+    for kind, runs in zip(structure.types, () if tokens.runs is None else tokens.runs, strict=False):
+        if bool(runs.any()):
+            masks[kind] = causal | same_run(runs)[:, None]
+    if structure.narrowed:
+        keys = queries if cache is None else cache.place(queries)
+        at, behind = queries[:, None, :, None], keys[:, None, None, :]
+        for kind, block in {block.layer_type: block for block in structure.blocks}.items():
+            mask = masks[kind]
+            if block.window:
+                masks[kind] = (causal if mask is None else mask) & (at - behind < block.window)
+            elif block.chunk:
+                masks[kind] = (causal if mask is None else mask) & (at // block.chunk == behind // block.chunk)
     return masks
 
 

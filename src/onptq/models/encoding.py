@@ -36,7 +36,7 @@ class EncodedPrompt:
     modality: Tensor  # [P] 0 text, 1 image, 2 audio
     deepstack: Tensor | None = None  # [n, P_visual, d]
     deepstack_at: Tensor | None = None  # [P_visual] where they are added
-    runs: Tensor | None = None  # [P] runs of tokens that see one another both ways, numbered from 1; 0 elsewhere
+    runs: Tensor | None = None  # [types, P] runs of tokens that see one another both ways, as `mutual_runs` gives them
 
     @property
     def length(self) -> int:
@@ -56,7 +56,7 @@ class EncodedPrompt:
             embeds=torch.cat((self.embeds, embeds)),
             positions=torch.cat((self.positions, following.expand(self.positions.shape[0], -1)), dim=1),
             modality=torch.cat((self.modality, self.modality.new_zeros(len(ids)))),
-            runs=None if self.runs is None else torch.cat((self.runs, self.runs.new_zeros(len(ids)))),
+            runs=None if self.runs is None else functional.pad(self.runs, (0, len(ids))),
         )
 
 
@@ -216,7 +216,7 @@ class PromptBatch:
     real: Tensor  # [B, P] which slots hold a token
     next_position: Tensor  # [B]
     deepstack: tuple[Tensor, ...] = ()
-    runs: Tensor | None = None  # [B, P] of tokens that see one another both ways; 0 elsewhere
+    runs: Tensor | None = None  # [types, B, P]
 
     @classmethod
     def of(cls, prompts: Sequence[EncodedPrompt]) -> PromptBatch:
@@ -234,12 +234,11 @@ class PromptBatch:
             if prompt.deepstack is not None:
                 for level, feature in zip(deepstack, prompt.deepstack, strict=True):
                     level[row, prompt.deepstack_at] = feature
-        runs = None
-        if any(prompt.runs is not None for prompt in prompts):
-            runs = torch.zeros(size, width, dtype=torch.long, device=device)
-            for row, prompt in enumerate(prompts):
-                if prompt.runs is not None:
-                    runs[row, : prompt.length] = prompt.runs
+        types = max((len(prompt.runs) for prompt in prompts if prompt.runs is not None), default=0)
+        runs = torch.zeros(types, size, width, dtype=torch.long, device=device) if types else None
+        for row, prompt in enumerate(prompts):
+            if runs is not None and prompt.runs is not None:
+                runs[:, row, : prompt.length] = prompt.runs
         next_position = torch.tensor([prompt.next_position for prompt in prompts], device=device)
         return cls(tuple(prompts), embeds, positions, real, next_position, deepstack, runs)
 

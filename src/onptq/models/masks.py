@@ -9,36 +9,41 @@ import torch
 from torch import Tensor
 
 from onptq.errors import OnPTQError
-from onptq.models.structure import FULL, Structure
+from onptq.models.structure import Structure
 
 
 def mutual_runs(given: Any, structure: Structure, length: int) -> Tensor | None:
-    """[P] the number of the run of tokens, if any, that see one another both ways, as an image's do in Gemma; 0 elsewhere.
+    """[types, P] for every layer type the number of the run of tokens, if any, that see one another both ways, as an
+    image's do in Gemma; 0 elsewhere.
 
     None where every token sees itself and what is before it. `given` is the decoder's mask of one prompt, or one mask
     by layer type. A mask that is neither is refused."""
-    by_type: Mapping[str, Any] = given if isinstance(given, Mapping) else {FULL: given}
-    seen = {kind: _visible(mask, length) for kind, mask in by_type.items()}
-    visible = {kind: mask for kind, mask in seen.items() if mask is not None}
-    if not visible:
-        return None
-    slots = torch.arange(length, device=next(iter(visible.values())).device)
-    causal = slots[:, None] >= slots
-    runs = _runs(next(iter(visible.values())))
-    together = causal | ((runs[:, None] == runs) & (runs > 0))
-    for block in structure.blocks:
-        expected = together
+    by_type: Mapping[str, Any] = given if isinstance(given, Mapping) else dict.fromkeys(structure.types, given)
+    device = structure.embedding.weight.device
+    slots = torch.arange(length, device=device)
+    runs = torch.zeros(len(structure.types), length, dtype=torch.long, device=device)
+    examples = {block.layer_type: block for block in structure.blocks}
+    for place, kind in enumerate(structure.types):
+        visible, block = _visible(by_type.get(kind), length), examples[kind]
+        if visible is None:
+            continue
+        runs[place] = _runs(visible)
+        expected = (slots[:, None] >= slots) | same_run(runs[place])
         if block.window:
-            expected = together & (slots[:, None] - slots < block.window)
+            expected = expected & (slots[:, None] - slots < block.window)
         elif block.chunk:
-            expected = together & (slots[:, None] // block.chunk == slots // block.chunk)
-        found = visible.get(block.layer_type if isinstance(given, Mapping) else FULL)
-        if found is not None and not torch.equal(found, expected):
+            expected = expected & (slots[:, None] // block.chunk == slots // block.chunk)
+        if not torch.equal(visible, expected):
             raise OnPTQError(
-                f"{type(structure.decoder).__name__} masks layers of type {block.layer_type} neither causally nor with "
-                "runs of tokens that see one another: unsupported"
+                f"{type(structure.decoder).__name__} masks layers of type {kind} neither causally nor with runs of tokens "
+                "that see one another: unsupported"
             )
     return runs if bool(runs.any()) else None
+
+
+def same_run(runs: Tensor) -> Tensor:
+    """[..., P, P] True where both tokens belong to one run [..., P]."""
+    return (runs[..., :, None] == runs[..., None, :]) & (runs[..., None, :] > 0)
 
 
 def _visible(mask: Any, length: int) -> Tensor | None:

@@ -107,6 +107,11 @@ class Structure:
         return 3 if "mrope_section" in rope else 1
 
     @property
+    def types(self) -> tuple[str, ...]:
+        """The layer types that it has."""
+        return tuple(dict.fromkeys(block.layer_type for block in self.blocks))
+
+    @property
     def narrowed(self) -> bool:
         """Whether any block sees fewer tokens than all before it."""
         return any(block.window or block.chunk for block in self.blocks)
@@ -128,10 +133,9 @@ class Structure:
         """Cosines and sines of positions [A, B, S], by layer type."""
         embed: Any = self.decoder.rotary_emb
         at = positions if positions.shape[0] > 1 else positions[0]
-        types = dict.fromkeys(block.layer_type for block in self.blocks)
         if "layer_type" in signature(embed.forward).parameters:
-            return {layer_type: embed(hidden, at, layer_type) for layer_type in types}
-        return dict.fromkeys(types, embed(hidden, at))
+            return {layer_type: embed(hidden, at, layer_type) for layer_type in self.types}
+        return dict.fromkeys(self.types, embed(hidden, at))
 
     @property
     def has_plain_head(self) -> bool:

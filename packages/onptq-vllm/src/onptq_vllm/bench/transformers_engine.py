@@ -15,7 +15,6 @@ from onptq.checkpoint.load import load_reader
 from onptq.checkpoint.source import DTYPES, choose_device, open_checkpoint
 from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel
-from onptq.models.structure import LINEARS
 from onptq.quantizer.integers import LowBitLinear
 from onptq_vllm.bench.timing import Job, Memory, ProcessMemory, measure, serve
 from onptq_vllm.linears.humming import HummingLinear
@@ -77,7 +76,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def describe_kernels(reader: LanguageModel) -> dict[str, int]:
     """Descriptions of the decoder's linears (class, operands, rounding of activations), with their numbers."""
-    linears = (block.child(name) for block in reader.structure.blocks for name in LINEARS)
+    linears = (block.child(name) for block in reader.structure.blocks for name in block.linears)
     return dict(Counter(map(_describe, linears)))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onptq.errors import OnPTQError
-from onptq.models.structure import LINEARS, find_structure
+from onptq.models.structure import find_structure
 from onptq.quantizer.integers import LowBitLinear
 from onptq.quantizer.numerics import round_to_codes
 from onptq.quantizer.weights import dequantize
@@ -35,7 +35,7 @@ def swap_linears(model: nn.Module, backend: Backend = "torch") -> Swapped:
     """Replace every linear of a loaded quantized checkpoint that integers can compute."""
     make, head = _maker(backend), model.get_output_embeddings()  # type: ignore[operator]
     named = {
-        block.child(name) for block in find_structure(model, linears=nn.Module).blocks for name in LINEARS
+        block.child(name) for block in find_structure(model, linears=nn.Module).blocks for name in block.linears
     }  # other quantizers' too
     count, left = 0, Counter[str]()
     for name, module in list(model.named_modules()):

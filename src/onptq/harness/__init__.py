@@ -1,0 +1,1 @@
+"""lmms-eval and lm-evaluation-harness: run as processes in an environment of their own, never imported."""

@@ -1,0 +1,26 @@
+"""Sentences and cells that several pages have alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from onptq.evaluate.statistics import Interval
+from onptq.reproduce.record import scaled, shown
+
+
+def percent(interval: Interval, digits: int = 1) -> str:
+    """A share with its interval, in percent."""
+    return shown(scaled(interval, 100), digits, unit="%")
+
+
+def differing_setup(settings: Mapping[str, Any], model: str, data: str, *, asked: bool = True) -> list[str]:
+    """What differs from the paper in every result: model, data, theta; `asked` is whether items of tasks are answered."""
+    items = f" and {settings['items per task']} items of each task" if asked else ""
+    return [
+        f"Model: {settings['model']}; the paper's is {model}.",
+        f"Data: {settings['calibration prompts']} calibration prompts, {settings['held-out prompts']} held-out ones"
+        f"{items}; the paper's are 128 pairs of COCO, and {data}.",
+        "Theta: the paper does not say what it is, how it is updated and where it starts. Here it starts from "
+        f"`{settings['init']}`, and docs/method.md says the rest.",
+    ]

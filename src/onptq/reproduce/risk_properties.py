@@ -1,0 +1,184 @@
+"""Figure 3: mismatch against consequence, concentration of risk, and migration of the selected states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onptq.bank import Column, States, Trajectory, read_trajectories
+from onptq.evaluate.statistics import Interval
+from onptq.evaluate.store import path_of
+from onptq.reproduce.banks import Bank, make_theta, speaker, visit
+from onptq.reproduce.common import differing_setup, percent
+from onptq.reproduce.experiment import Experiment
+from onptq.reproduce.paper_rows import paper
+from onptq.reproduce.record import Cell, Claim, Picture, Result, Table, all_of, as_mark, below, shown
+from onptq.reproduce.resampling import Statistic, mass_of_top, resampled, rows_of_mass, share
+from onptq.run import Run
+
+NAME, TITLE, SCHEME = "risk-properties", "Properties of the risk (Figure 3)", "W4A8"
+TOPS, MASSES = (0.01, 0.05, 0.10, 0.20), (0.5, 0.8)
+PER_PROMPT = 2  # selected states of a prompt in each round of the migration
+FEW, SMALL_LIFT = 0.5, 1.5  # what "sparse", "concentrated" and "weakly" are taken to mean here
+
+
+@dataclass(frozen=True)
+class Mismatches:
+    """How mismatches and high consequence meet, as shares of the states."""
+
+    states: int
+    mismatch: Interval
+    joint: Interval
+    high: Interval
+    high_of_mismatch: Interval
+    lift: Interval  # how many times likelier high consequence is at a mismatch
+
+
+@dataclass(frozen=True)
+class Concentration:
+    """The risk that the riskiest states hold, and the states that hold most of the risk."""
+
+    mass: Mapping[float, Interval]
+    states: Mapping[float, Interval]
+
+
+@dataclass(frozen=True)
+class Migration:
+    """The selected states of one round that are selected in the next."""
+
+    selected: int
+    exact: Interval  # the same prompt and the same tokens before
+    timestep: Interval  # the same prompt and the same t
+
+
+def mismatches(bank: Bank, seed: int = 0) -> Mismatches:
+    """Figure 3 (a) and (b), over the states with valid branches."""
+    usable = bank.usable
+    mismatch, high = usable.mismatch, usable.high
+    of_mismatch, of_all = share(high, mismatch), share(high)
+    ratio: Statistic = lambda rows: of_mismatch(rows) / (of_all(rows) or np.nan)  # noqa: E731
+    found = resampled((share(mismatch), share(mismatch & high), of_all, of_mismatch, ratio), usable.states.prompt, seed)
+    return Mismatches(len(usable.states), *found)
+
+
+def concentration(bank: Bank, seed: int = 0) -> Concentration:
+    """Figure 3 (c)."""
+    usable = bank.usable
+    risk = usable.states.risk
+    statistics = [*(mass_of_top(risk, top) for top in TOPS), *(rows_of_mass(risk, mass) for mass in MASSES)]
+    found = resampled(statistics, usable.states.prompt, seed)
+    mass, states = found[: len(TOPS)], found[len(TOPS) :]
+    return Concentration(dict(zip(TOPS, mass, strict=True)), dict(zip(MASSES, states, strict=True)))
+
+
+def migration(
+    before: tuple[States, Sequence[Trajectory]], after: tuple[States, Sequence[Trajectory]], seed: int = 0
+) -> Migration:
+    """Figure 3 (d): which of the states that `before` selected `after` selects again."""
+    keys = [_selected(*each) for each in (before, after)]
+    chosen = list(keys[0])
+    prefixes, steps = set(keys[1]), {(prompt, t) for prompt, t, _ in keys[1]}
+    exact = np.array([key in prefixes for key in chosen], np.bool_)
+    timestep = np.array([key[:2] in steps for key in chosen], np.bool_)
+    prompt = np.array([key[0] for key in chosen], np.int64)
+    return Migration(len(chosen), *resampled((share(exact), share(timestep)), prompt, seed))
+
+
+def _selected(states: States, trajectories: Sequence[Trajectory]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Prompt, t and the tokens before it of every selected state."""
+    tokens = {one.prompt: one.tokens for one in trajectories}
+    rows: Column = np.flatnonzero(states.critical)
+    pairs = zip(states.prompt[rows].tolist(), states.t[rows].tolist(), strict=True)
+    return [(prompt, t, tokens[prompt][: t - 1]) for prompt, t in pairs]
+
+
+def run(experiment: Experiment) -> Result:
+    scheme = experiment.settings.scheme or SCHEME
+    with experiment.session(f"states-{scheme}", scheme, experiment.bank_prompts()) as session:
+        recipe = experiment.recipe(scheme)
+        init = experiment.base(recipe.init, scheme)
+        theta = make_theta(session, init)
+        bank = visit(session, init.name, speaker(session, theta, scheme), recipe)
+        two = experiment.cycle("onptq two states per prompt", scheme, {"rounds": 2, "select.per_prompt": PER_PROMPT})
+        make_theta(session, two)
+        arm = session.run.arm("/".join(path_of(two.name, "run")))
+        before, after = read_round(arm, 0), read_round(arm, 1)
+    seed = experiment.settings.seed
+    return result(
+        mismatches(bank, seed),
+        concentration(bank, seed),
+        migration(before, after, seed),
+        experiment.settings.describe(),
+    )
+
+
+def read_round(run: Run, k: int) -> tuple[States, list[Trajectory]]:
+    return (
+        run.read(f"rounds/{k}/bank.parquet", States.read),
+        run.read(f"rounds/{k}/trajectories.parquet", read_trajectories),
+    )
+
+
+def result(found: Mismatches, mass: Concentration, moved: Migration, settings: Mapping[str, Any]) -> Result:
+    there = paper(NAME)
+    claims = [
+        Claim(
+            f"High-consequence mismatches are sparse: fewer than {FEW:.0%} of the mismatches",
+            f"{there['high_of_mismatch']}% of the mismatches; {there['mismatch']}% of states are mismatches, "
+            f"{there['joint']}% both",
+            f"{percent(found.high_of_mismatch)} of the mismatches; {percent(found.mismatch)} and {percent(found.joint)}",
+            below(found.high_of_mismatch, FEW),
+        ),
+        Claim(
+            f"A mismatch weakly enriches future consequence: less than {SMALL_LIFT} times",
+            f"{there['high']}% of all states, {there['high_of_mismatch']}% of mismatches",
+            f"{percent(found.high)}, {percent(found.high_of_mismatch)}: {shown(found.lift)} times",
+            below(found.lift, SMALL_LIFT),
+        ),
+        Claim(
+            f"Risk is concentrated: fewer than {FEW:.0%} of the states hold 80% of it",
+            f"{there['states_of_mass'][50]}% hold 50%, {there['states_of_mass'][80]}% hold 80%",
+            f"{percent(mass.states[0.5])} hold 50%, {percent(mass.states[0.8])} hold 80%",
+            below(mass.states[0.8], FEW),
+        ),
+        Claim(
+            f"Selected states migrate after one update: fewer than {FEW:.0%} are selected again",
+            f"{there['retention']['exact']}% by prefix, {there['retention']['timestep']}% by timestep",
+            f"{percent(moved.exact)} by prefix, {percent(moved.timestep)} by timestep, of {moved.selected}",
+            all_of([below(moved.exact, FEW), below(moved.timestep, FEW)]),
+        ),
+    ]
+    rows: list[list[Cell]] = [
+        ["mismatches, % of states", there["mismatch"], percent(found.mismatch)],
+        ["mismatches of high consequence, % of states", there["joint"], percent(found.joint)],
+        ["high consequence, % of states", there["high"], percent(found.high)],
+        ["high consequence, % of mismatches", there["high_of_mismatch"], percent(found.high_of_mismatch)],
+        *([f"risk in the top {top:.0%}, %", there["mass"][round(100 * top)], percent(mass.mass[top])] for top in TOPS),
+        *(
+            [f"states that hold {held:.0%} of the risk, %", there["states_of_mass"][round(100 * held)], percent(one)]
+            for held, one in mass.states.items()
+        ),
+        ["selected again, exact prefix, %", there["retention"]["exact"], percent(moved.exact)],
+        ["selected again, prompt and timestep, %", there["retention"]["timestep"], percent(moved.timestep)],
+    ]
+    marks = [
+        *as_mark("mismatch", "here", found.mismatch),
+        *as_mark("mismatch and consequential", "here", found.joint),
+        *as_mark("consequential", "here", found.high),
+        *as_mark("consequential, of mismatches", "here", found.high_of_mismatch),
+        *as_mark("states with 50% of the risk", "here", mass.states[0.5]),
+        *as_mark("states with 80% of the risk", "here", mass.states[0.8]),
+        *as_mark("selected again, exact prefix", "here", moved.exact),
+        *as_mark("selected again, timestep", "here", moved.timestep),
+    ]
+    differs = [
+        *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "767 states of 32 prompts", asked=False),
+        f"{found.states} states have valid branches: both futures have at least one state to compare.",
+        f'The thresholds of "sparse", "concentrated" ({FEW:.0%}) and "weakly" ({SMALL_LIFT} times) are ours.',
+        "The bank is that of the init; the migration is from the first round of OnPTQ to its second.",
+    ]
+    table = Table("Shares in percent, 95% intervals over prompts", ("", "paper", "here"), rows)
+    return Result(NAME, TITLE, claims, [table], differs, Picture(TITLE, "share", marks), settings)
