@@ -7,6 +7,7 @@ before it is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar, cast
@@ -64,6 +65,17 @@ class Registry(Generic[T]):
             return value
 
         return add
+
+    @contextmanager
+    def lending(self, values: Mapping[str, T]) -> Iterator[None]:
+        """A block in which there are more names."""
+        for name, value in values.items():
+            self.register(name)(value)
+        try:
+            yield
+        finally:
+            for name in values:
+                del self._registered[name]
 
     def label(self, name: str) -> str:
         """The name in tables: itself, unless it promises more than it is."""

@@ -12,6 +12,7 @@ from made_by_hand import column, describe, make_bank, make_states, say
 from onptq.bank import States
 from onptq.evaluate.critical import Margins
 from onptq.evaluate.statistics import Interval, Resampler
+from onptq.registry import SELECTION_RULES
 from onptq.reproduce import motivation, risk_properties, selection_value, signals, theory
 from onptq.reproduce.flip_rate import change, flips
 from onptq.reproduce.probes import Actions, first_difference, said_of
@@ -95,8 +96,10 @@ def chosen(rule: str, states: States, seed: int = 0) -> list[int]:
     from onptq.cycle.risk import select
     from onptq.recipe import SelectConfig
 
-    cfg = SelectConfig(rule=f"pool: {rule}", per_prompt=1, weights="uniform")
-    found = select(states, cfg, seed=seed)
+    with SELECTION_RULES.lending(selection_value.POOLED):
+        cfg = SelectConfig(rule=f"pool: {rule}", per_prompt=1, weights="uniform")
+        found = select(states, cfg, seed=seed)
+    assert not [name for name in SELECTION_RULES if name.startswith("pool")], "no name is left behind"
     assert set(found.weight[found.critical].tolist()) == {1 / found.critical.sum()}
     return np.flatnonzero(found.critical).tolist()
 

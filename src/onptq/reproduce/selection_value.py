@@ -55,8 +55,7 @@ RULES: Mapping[str, Callable[[States, RiskConfig, np.random.Generator], Column]]
     "onptq": lambda states, risk, rng: states.risk,
     "random": lambda states, risk, rng: rng.random(len(states)),
 }
-for _name, _rank in RULES.items():
-    SELECTION_RULES.register(f"pool: {_name}")(_of_pool(_rank))
+POOLED = {f"pool: {name}": _of_pool(rank) for name, rank in RULES.items()}
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,8 @@ def _change(resampler: Resampler, other: Single | Seeded, ours: Single | Seeded)
 
 def run(experiment: Experiment) -> Result:
     scheme = experiment.settings.scheme or SCHEME
-    with experiment.session(f"states-{scheme}", scheme, experiment.bank_prompts()) as session:
+    prompts = experiment.bank_prompts()
+    with SELECTION_RULES.lending(POOLED), experiment.session(f"states-{scheme}", scheme, prompts) as session:
         recipe = experiment.recipe(scheme)
         init = experiment.base(recipe.init, scheme)
         theta = make_theta(session, init)
