@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,8 @@ PRINT_CONFIG = {
     "axis": {"gridColor": "#8A8A8A", "gridOpacity": 0.25, "domainColor": GREY, "tickColor": GREY},
     "view": {"stroke": None},
 }
+MARGIN = 40  # pixels
+_SIZE = re.compile(r'width="(?P<width>[\d.]+)" height="(?P<height>[\d.]+)" viewBox="0 0 [\d. ]+"')
 PRINT_STYLE = "<style>@media (prefers-color-scheme: dark) { text { fill: #dddddd } }</style>"
 
 
@@ -149,7 +152,16 @@ def draw_svg(plot: Plot) -> str:
     except ValueError as error:
         raise OnPTQError(f"the picture {plot.id!r} cannot be drawn: {error}") from error
     head, opened, body = drawn.partition(">")
-    return f"{head}{opened}{PRINT_STYLE}{body}"
+    return f"{_widened(head)}{opened}{PRINT_STYLE}{body}"
+
+
+def _widened(head: str) -> str:
+    """The opening tag of an SVG with room on the left: a reader's font may be wider than the one that was measured."""
+    found = _SIZE.search(head)
+    assert found is not None
+    width, height = float(found["width"]), found["height"]
+    size = f'width="{width + MARGIN:g}" height="{height}" viewBox="{-MARGIN} 0 {width + MARGIN:g} {height}"'
+    return head[: found.start()] + size + head[found.end() :]
 
 
 def write_svg(plot: Plot, path: Path) -> None:
