@@ -340,7 +340,7 @@ def compared() -> Any:
 def test_damage_has_a_table_of_its_own_with_the_dense_model_s_loops() -> None:
     report = compared()
     by_title = {table.title: table for table in tables(report)}
-    assert list(by_title) == ["Behaviour", "Damage", "Percentiles", "Cost"]
+    assert list(by_title) == ["Behaviour", "Damage", "Percentiles"]
     table = by_title["Damage"]
     assert list(table.header) == [
         "", "near ties %", "clear mismatch %", "CWM %", "dense-path mismatch %", "dense-path KL", "reworded %", "length %",
@@ -369,7 +369,7 @@ def test_items_alone_have_changed_content_and_no_table_of_percentiles() -> None:
     results = {"dense": Results(BEFORE), "A": Results(AFTER)}
     report = summarize(ITEMS, [], results, Resampler(replicates=20))
     by_title = {table.title: table for table in tables(report)}
-    assert list(by_title) == ["Answers", "Damage", "Cost"]
+    assert list(by_title) == ["Answers", "Damage"]
     assert list(by_title["Damage"].header) == ["", "content worse %", "content better %"]
     assert [row[0] for row in by_title["Damage"].rows] == ["A"]
     assert {"content_worse", "content_better"} < set(labels(ITEMS))
