@@ -328,6 +328,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
     ranks, run = cycle.run.ranks, cycle.run
     choice = ranks.lead(lambda: run.read_json(*CHOICE) if run.has(*CHOICE) else None)
     calibrated = cycle.holdout("final", "held-out at the end")
+    cycle.answer_holdout()
     before = cycle.holdout("rounds/0", "held-out 1") if job.recipe.rounds else calibrated
     after = before if choice is not None and choice["kept"] == INIT_KEPT else calibrated
     rounded = round_to_nearest(cycle, theta) if job.recipe.method != "rtn" else after

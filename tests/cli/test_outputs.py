@@ -116,7 +116,7 @@ def test_the_files_of_a_run_are_these_and_no_others(run: Path, model: Tiny) -> N
         "init.safetensors",
     }
     expected |= {f"{part}/{name}" for part in ("final", "rtn/final") for name in HELD_OUT_FILES}
-    expected |= {"final/choice.json"}
+    expected |= {"final/choice.json", "final/dense_trajectories.parquet"}
     expected |= {f"rounds/{k}/{name}" for k in range(ROUNDS) for name in (*ROUND_FILES, *HELD_OUT_FILES)}
     home = run_home(run)
     assert home == run.with_name(f"{run.name}-run")

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from onptq.bank import read_trajectories
 from onptq.cli import app
 
 COMMON = ("--tasks", "none", "--prompts", "4", "--set", "follow.max_tokens=4")
@@ -110,6 +111,27 @@ def test_a_run_alone_has_a_page(quantized: Path) -> None:
     assert [one["name"] for one in page["candidates"]] == ["result"]
     assert [one["task"] for one in page["prompts"]].count("holdout") == 2
     assert page["candidates"][0]["verdict"].startswith(("Of 2 answers ", "All 2 answers "))
+
+
+def test_a_run_keeps_both_models_answers_to_held_out_prompts(quantized: Path) -> None:
+    home = quantized.with_name("rounded-run")
+    dense = {one.prompt: one for one in read_trajectories(home / "final/dense_trajectories.parquet")}
+    own = {one.prompt: one for one in read_trajectories(home / "final/holdout_trajectories.parquet")}
+    rows = pq.read_table(home / "prompts.parquet").to_pylist()
+    data = data_of(home / "page.html")
+    [result] = [one for one in data["candidates"] if one["name"] == "result"]
+    assert dense.keys() == own.keys() == {row["ordinal"] for row in rows if row["role"] == "holdout"}
+    for place, row in enumerate(rows):
+        shown, response = data["prompts"][place]["dense"], result["responses"][place]
+        if row["role"] != "holdout":
+            assert (shown["text"], response) == ("", None)
+            continue
+        mine, theirs = own[row["ordinal"]].tokens, dense[row["ordinal"]].tokens
+        assert tuple(shown["tokens"]) == theirs
+        parted = [at for at, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other]
+        assert response["fork"] == (
+            parted[0] if parted else None if len(mine) == len(theirs) else min(map(len, (mine, theirs)))
+        )
 
 
 def test_a_run_that_answered_none_of_its_prompts_has_a_page(small: Path, tmp_path: Path) -> None:

@@ -349,6 +349,7 @@ EVERYWHERE = [
     *in_round(2),
     ("Follow held-out at the end", 1),
     ("Compare held-out at the end", 1),
+    ("Follow held-out of D", 1),
     ("Export", 0),
     ("Export", 1),
     ("Verify", 0),

@@ -252,8 +252,12 @@ def test_the_page_of_a_run_shows_held_out_prompts_and_rounds(ran: Path, small: P
     answered = {one.name: [r is not None for r in one.responses] for one in page.candidates}
     assert answered["result"] == [role == "holdout" for role in roles]
     assert answered["round 1"] == [role == "calibration" for role in roles]
+    dense = read_trajectories(run_home(ran) / "final/dense_trajectories.parquet")
+    answers = [one.dense for one in page.prompts if one.task == "holdout"]
+    assert sorted(one.tokens or () for one in answers) == sorted(one.tokens for one in dense)
+    assert all(one.text for one in answers)
     for question in page.prompts:
-        assert question.dense == Answer("")
+        assert question.task == "holdout" or question.dense == Answer("")
         [turn] = [turn for turn in question.turns if turn.role == "user"]
         given = manifest[question.id].messages[-1]["content"]
         assert [("image" if p.media is not None else p.text) for p in turn.parts] == [

@@ -25,6 +25,7 @@ from onptq.recipe import Recipe
 from onptq.run import Codec, Run
 
 SAVE_SECONDS = 20.0  # an update writes down where it is about this often
+DENSE_ANSWERS = "final/dense_trajectories.parquet"
 HALFWAY = ".calibrate.safetensors"  # an update that has not ended
 UPDATE = "update.json"  # how many steps an update took, and which iterate it kept
 
@@ -143,6 +144,11 @@ class Cycle:
         trajectories = self.follow(f"{name}/holdout_trajectories.parquet", f"Follow {label}", held_out)
         states = self.compare(f"{name}/holdout.parquet", f"Compare {label}", held_out, trajectories)
         return Holdout(held_out.prompts, trajectories, states)
+
+    def answer_holdout(self) -> None:
+        """Commit D's own answers to the held-out prompts, beside which Q's can be read."""
+        if self.inputs.held_out is not None:
+            self.follow(DENSE_ANSWERS, "Follow held-out of D", self.inputs.held_out, "D")
 
     def update(self, k: int, trajectories: Sequence[Trajectory], states: States, theta: Theta) -> Theta:
         cfg, saved = self.recipe.calibrate, f"rounds/{k}/{HALFWAY}"

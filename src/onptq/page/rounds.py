@@ -14,6 +14,7 @@ import yaml
 from onptq.bank import BANK, ROLLOUTS, Trajectory, read_trajectories
 from onptq.bank import States as Bank
 from onptq.checkpoint.folder import CONFIG
+from onptq.cycle.rounds import DENSE_ANSWERS
 from onptq.data.prompts import Media as Source
 from onptq.errors import OnPTQError
 from onptq.evaluate.asked import Asked
@@ -30,7 +31,7 @@ from onptq.page.collect import ids_of, kinds_of, measures_of
 from onptq.page.contract import Answer, Candidate, Figure, Kind, MessagePart, Page, Question, Response, Turn
 from onptq.page.media import BUDGET, Album
 from onptq.page.provenance import how_made, served_by
-from onptq.page.responses import kinds, respond
+from onptq.page.responses import kinds, respond, spoken
 from onptq.page.verdict import verdict
 from onptq.recipe import Recipe
 from onptq.registry import FAMILIES, METHODS
@@ -39,9 +40,11 @@ from onptq.version import __version__
 
 HELD_OUT_ROLLOUTS = f"holdout_{ROLLOUTS}"
 NOTE = (
-    "A run keeps no answers of the dense model. Where an answer leaves them is its first changed decision; up to there both "
-    "models say the same. `onptq quantize` keeps both for held-out prompts, unless `report.detail` is off."
+    "The dense model's own answers are kept of held-out prompts. Where an answer to a calibration prompt leaves them is its "
+    "first changed decision; up to there both models say the same."
 )
+Answers = Mapping[int, Trajectory]
+NO_ANSWERS: Answers = {}
 ROUND = "round "
 MOST = 8192  # states of a round
 
@@ -78,17 +81,22 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
     recipe, summary = Recipe.model_validate(record["recipe"]), read_json(home / SUMMARY)
     stages = list(stages_of(home, recipe))
     rows = pq.read_table(home / "prompts.parquet").to_pylist() if (home / "prompts.parquet").is_file() else []
-    texts = _texts(checkpoint, rows, stages)
+    dense = _dense_answers(home)
+    texts = _texts(checkpoint, rows, stages, dense)
     placeholders = _placeholders(record["model"]["family"], checkpoint, texts)
     asked = [_asked(row, texts, placeholders) for row in rows]
     size = (summary.get("checkpoint") or {}).get("bytes")
-    candidates = [_candidate(stage, recipe, asked, texts, size) for stage in stages] or [
+    candidates = [_candidate(stage, recipe, asked, texts, size, dense) for stage in stages] or [
         _unanswered(recipe, size, len(asked))
     ]
     album = Album()
     prompts = [
         Question(
-            one.id, one.task or row["role"], kinds_of(one), album.turns(one, _badness(place, candidates)), Answer("")
+            one.id,
+            one.task or row["role"],
+            kinds_of(one),
+            album.turns(one, _badness(place, candidates)),
+            spoken(dense[one.ordinal], texts) if one.ordinal in dense else Answer(""),
         )
         for place, (one, row) in enumerate(zip(asked, rows, strict=True))
     ]
@@ -201,8 +209,9 @@ def _candidate(
     asked: Sequence[Asked],
     texts: TokenTexts,
     size: int | None,
+    dense: Answers = NO_ANSWERS,
 ) -> Candidate:
-    responses = [_response(stage, one.ordinal, texts) for one in asked]
+    responses = [_response(stage, one.ordinal, texts, dense) for one in asked]
     said, is_round = verdict(responses, None, Resampler(recipe.seed)), stage.name.startswith(ROUND)
     if is_round:
         responses = _riskiest(responses)
@@ -257,23 +266,32 @@ def _unanswered(recipe: Recipe, size: int | None, prompts: int) -> Candidate:
     )
 
 
-def _response(stage: Stage, prompt: int, texts: TokenTexts) -> Response | None:
+def _response(stage: Stage, prompt: int, texts: TokenTexts, dense: Answers) -> Response | None:
     """The response with its states; risk is that of the bank where it has some."""
     visit = stage.visit
     if prompt not in visit.rows:
         return None
     states = visit.states.take(visit.rows[prompt])
     states = states if states.risk.any() else scored(states, None)
-    response = respond(None, visit.trajectories[prompt], states, {}, texts)
+    response = respond(dense.get(prompt), visit.trajectories[prompt], states, {}, texts)
     if stage.later and response.states is not None:
         columns = became(visit, prompt, stage.later)
         response = replace(response, states=replace(response.states, became=columns))
     return response
 
 
-def _texts(checkpoint: Path, rows: Sequence[Mapping[str, Any]], stages: Sequence[Stage]) -> TokenTexts:
+def _dense_answers(home: Path) -> Answers:
+    """The dense model's own answers to held-out prompts, by prompt; older runs have none."""
+    file = home / DENSE_ANSWERS
+    return {one.prompt: one for one in read_trajectories(file)} if file.is_file() else NO_ANSWERS
+
+
+def _texts(
+    checkpoint: Path, rows: Sequence[Mapping[str, Any]], stages: Sequence[Stage], dense: Answers = NO_ANSWERS
+) -> TokenTexts:
     """The texts of all ids, from the tokenizer of the checkpoint; none where it is gone."""
     ids = {token for row in rows for token in row["input_ids"]}
+    ids.update(token for one in dense.values() for token in one.tokens)
     for stage in stages:
         ids.update(token for one in stage.visit.trajectories.values() for token in one.tokens)
         for column in (stage.visit.states.reference, stage.visit.states.competitor, stage.visit.states.quantized):
