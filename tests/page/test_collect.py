@@ -254,7 +254,7 @@ def test_the_page_of_a_run_shows_held_out_prompts_and_rounds(ran: Path, small: P
     assert answered["round 1"] == [role == "calibration" for role in roles]
     dense = read_trajectories(run_home(ran) / "final/dense_trajectories.parquet")
     answers = [one.dense for one in page.prompts if one.task == "holdout"]
-    assert sorted(one.tokens or () for one in answers) == sorted(one.tokens for one in dense)
+    assert sorted(tuple(one.tokens or ()) for one in answers) == sorted(one.tokens for one in dense)
     assert all(one.text for one in answers)
     for question in page.prompts:
         assert question.task == "holdout" or question.dense == Answer("")
