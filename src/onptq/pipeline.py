@@ -34,7 +34,9 @@ from onptq.engine.budget import cached_bytes
 from onptq.engine.memory import free_memory, peak_memory
 from onptq.engine.prompts import EncodedPrompts
 from onptq.errors import OnPTQError
+from onptq.evaluate.details import LIGHT, check_level
 from onptq.evaluate.guard import keep_better
+from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
 from onptq.files import file_sha256
 from onptq.methods.resume import RunStore
@@ -88,14 +90,17 @@ def quantize(
     verify: bool = True,
     start: Path | None = None,
     on_bad_prompt: str = "fail",
+    detail: str = LIGHT,
 ) -> Result:
     """Quantize `model` into the folder `out`; called again after a kill, go on after the last finished step.
 
     `start` is the file of a theta^(0) to use instead of the recipe's base method. `on_bad_prompt` is `fail`, or `skip` to
-    leave out prompts that cannot be read or that the model cannot take.
+    leave out prompts that cannot be read or that the model cannot take. `detail` is how much of single held-out states is
+    kept for the page: `off`, `light` or `full`.
     """
     reporter = reporter or (QuietReporter() if is_first() else SilentReporter())
     recipe = recipe or Recipe()
+    check_level(detail)
     with join(recipe.compute.device) as ranks:
         device = torch.device(ranks.lead(lambda: str(check_settings(Path(out), recipe, calibration, holdout))))
         if ranks.size > 1:
@@ -107,11 +112,11 @@ def quantize(
             logged = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
             summary = ranks.lead(lambda: finished(job, run, logged))
             if summary is None:
-                summary = work(job, run, logged, start, verify)
+                summary = work(job, run, logged, start, verify, detail)
     return Result(job.out, summary, job.prompts)
 
 
-def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verify: bool) -> dict[str, Any]:
+def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verify: bool, detail: str) -> dict[str, Any]:
     """The summary of the run, worked on from the first step that is not finished to the end. Of several processes, only the
     first has that of the checkpoint, too."""
     if start is not None and run.ranks.is_first and not run.has(INIT):
@@ -124,11 +129,12 @@ def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verif
     cycle = Cycle(inputs, job.recipe, run, reporter)
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
     theta = keep_better(cycle, theta, partial(read_init, policy, run))
-    summary = measure(job, cycle, theta)
+    summary, held_out_states = measure(job, cycle, theta)
     run.ranks.leave()  # the rest is for one process; compressed-tensors would share it among all it sees
     if not run.ranks.is_first:
         return summary
     warn_of_no_help(summary, reporter)
+    keep_details(cycle, held_out_states, detail)
     summary["checkpoint"] = export(job, policy, run, reporter)
     if verify:
         summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
@@ -323,8 +329,9 @@ def read_init(policy: Policy, run: Run) -> Theta:
     return run.read(INIT, lambda path: Theta.load(path, policy.device))
 
 
-def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
-    """The summary so far: every round's figures, and those of held-out prompts under RTN, the init and the result."""
+def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdout | None]:
+    """The summary so far: every round's figures, and those of held-out prompts under RTN, the init and the result; and the
+    held-out states of the result."""
     ranks, run = cycle.run.ranks, cycle.run
     choice = ranks.lead(lambda: run.read_json(*CHOICE) if run.has(*CHOICE) else None)
     calibrated = cycle.holdout("final", "held-out at the end")
@@ -336,7 +343,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
         name: None if one is None else bank_figures(one.states)
         for name, one in (("rtn", rounded), ("initial", before), ("calibrated", calibrated), ("final", after))
     }
-    return {
+    summary = {
         "scheme": str(job.scheme),
         "method": job.recipe.method,
         "model": job.source.name,
@@ -347,6 +354,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> dict[str, Any]:
         "choice": choice,
         "helped": None if choice is None else choice["kept"] == CALIBRATED,
     }
+    return summary, after
 
 
 def round_to_nearest(cycle: Cycle, theta: Theta) -> Holdout | None:

@@ -57,6 +57,7 @@ PROMPTS = {
 }
 TRAJECTORIES = {"prompt": pa.int32(), "response": pa.list_(pa.int32()), "finished": pa.bool_()}
 ROUND_FILES = ("trajectories.parquet", "bank.parquet", "theta.safetensors", "update.json")
+DETAIL_FILES = ("mismatches.parquet", "details.parquet")
 HELD_OUT_FILES = ("holdout_trajectories.parquet", "holdout.parquet")
 
 
@@ -116,7 +117,7 @@ def test_the_files_of_a_run_are_these_and_no_others(run: Path, model: Tiny) -> N
         "init.safetensors",
     }
     expected |= {f"{part}/{name}" for part in ("final", "rtn/final") for name in HELD_OUT_FILES}
-    expected |= {"final/choice.json", "final/dense_trajectories.parquet"}
+    expected |= {f"final/{name}" for name in ("choice.json", "dense_trajectories.parquet", *DETAIL_FILES)}
     expected |= {f"rounds/{k}/{name}" for k in range(ROUNDS) for name in (*ROUND_FILES, *HELD_OUT_FILES)}
     home = run_home(run)
     assert home == run.with_name(f"{run.name}-run")

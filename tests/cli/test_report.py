@@ -19,8 +19,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import onptq
 from onptq.bank import read_trajectories
 from onptq.cli import app
+from onptq.errors import OnPTQError
 
 COMMON = ("--tasks", "none", "--prompts", "4", "--set", "follow.max_tokens=4")
 
@@ -132,6 +134,38 @@ def test_a_run_keeps_both_models_answers_to_held_out_prompts(quantized: Path) ->
         assert response["fork"] == (
             parted[0] if parted else None if len(mine) == len(theirs) else min(map(len, (mine, theirs)))
         )
+
+
+@pytest.mark.parametrize("level", ["off", "light", "full"])
+def test_a_run_keeps_as_much_of_its_held_out_states_as_is_asked_for(level: str, small: Path, tmp_path: Path) -> None:
+    out, home = tmp_path / "out", tmp_path / "out-run"
+    manifest = ("--calibration", small / "prompts.jsonl", "--set", "follow.max_tokens=6", "--set", "data.prompts=3")
+    options = ("--scheme", "W2A8", "--method", "rtn", "--set", "data.holdout=3", "--set", f"report.detail={level}")
+    done = call("quantize", small, "--out", out, *manifest, *options, "--no-verify")
+    assert done.exit_code == 0, done.output
+    [result] = [one for one in data_of(home / "page.html")["candidates"] if one["name"] == "result"]
+    states = [one["states"] for one in result["responses"] if one is not None]
+    shown = [
+        (kind, top, future)
+        for one in states
+        for kind, top, future in zip(one["kind"], one["top"], one["futures"], strict=True)
+    ]
+    mismatches = [(top, future) for kind, top, future in shown if kind == 2]
+    assert mismatches
+    if level == "off":
+        assert not (home / "final/details.parquet").exists()
+        assert all(top is None and future is None for _, top, future in shown)
+        return
+    assert all(len(top["dense"]) == len(top["quantized"]) == 10 for top, _ in mismatches)
+    assert all(top["dense"][0][0] != top["quantized"][0][0] for top, _ in mismatches)
+    assert all(future["continued_by"] == "D" for _, future in mismatches)
+    for one in states:
+        for kind, top, reference, consequence in zip(
+            one["kind"], one["top"], one["reference"], one["consequence"], strict=True
+        ):
+            assert (top is None) == (kind == 0 and level == "light")
+            assert top is None or top["dense"][0][0] == reference
+            assert kind != 2 or consequence is not None
 
 
 def test_a_run_that_answered_none_of_its_prompts_has_a_page(small: Path, tmp_path: Path) -> None:
@@ -272,3 +306,9 @@ def test_a_data_set_needs_a_new_folder_and_a_known_level(compared: Path, tmp_pat
     assert done.exit_code == 2
     assert "did you mean answers" in done.stderr
     assert not (tmp_path / "set").exists()
+
+
+def test_an_unknown_level_of_detail_is_refused_before_any_work(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(OnPTQError, match=r"detail 'lite' \(did you mean light\?\): expected one of off, light, full"):
+        onptq.quantize(small, tmp_path / "out", detail="lite")
+    assert not (tmp_path / "out").exists()

@@ -110,6 +110,7 @@ def quantize(
 
     import onptq
     from onptq.checkpoint.source import find_source
+    from onptq.evaluate.details import OFF
     from onptq.pipeline import check_settings
     from onptq.recipe import ReportConfig
     from onptq.run import is_contract_1
@@ -135,6 +136,7 @@ def quantize(
         on_bad_prompt=on_bad_prompt,
         reporter=reporter,
         verify=verify,
+        detail=OFF if evaluated else resolved.report.detail,  # an evaluation keeps its own
     )
     if not is_first():
         return

@@ -17,6 +17,7 @@ from onptq.bank import AGREE, MISMATCH, Column, States, Trajectory
 from onptq.cycle.compare import padded_responses, state_rows
 from onptq.cycle.risk import score
 from onptq.engine.prefixes import Prefixes
+from onptq.errors import OnPTQError, did_you_mean
 from onptq.models.language_model import LanguageModel
 from onptq.recipe import RiskConfig
 
@@ -44,6 +45,11 @@ class Detail:
     dense: Sequence[tuple[int, float]]
     quantized: Sequence[tuple[int, float]]
     future: Future | None = None
+
+
+def check_level(level: str) -> None:
+    if level not in LEVELS:
+        raise OnPTQError(f"detail {level!r}{did_you_mean(level, LEVELS)}: expected one of {', '.join(LEVELS)}")
 
 
 class Futures:

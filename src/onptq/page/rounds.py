@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from onptq.data.prompts import Media as Source
 from onptq.errors import OnPTQError
 from onptq.evaluate.asked import Asked
 from onptq.evaluate.damage import damage_measures
-from onptq.evaluate.details import scored
+from onptq.evaluate.details import Detail, read_details, scored
+from onptq.evaluate.heldout_details import HELD_OUT_DETAILS, HELD_OUT_MISMATCHES
 from onptq.evaluate.metrics import behaviour_measures, labels
 from onptq.evaluate.model_card import HELD_OUT, init_kept
 from onptq.evaluate.report import caveats
@@ -31,7 +32,7 @@ from onptq.page.collect import ids_of, kinds_of, measures_of
 from onptq.page.contract import Answer, Candidate, Figure, Kind, MessagePart, Page, Question, Response, Turn
 from onptq.page.media import BUDGET, Album
 from onptq.page.provenance import how_made, served_by
-from onptq.page.responses import kinds, respond, spoken
+from onptq.page.responses import Details, kinds, respond, spoken
 from onptq.page.verdict import verdict
 from onptq.recipe import Recipe
 from onptq.registry import FAMILIES, METHODS
@@ -71,6 +72,7 @@ class Stage:
     how: str
     visit: Visit
     later: Sequence[Visit] = ()
+    details: Details = field(default_factory=dict)
 
 
 def collect_run(home: Path, checkpoint: Path) -> Page:
@@ -79,7 +81,7 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
     if not (home / SUMMARY).is_file():
         raise OnPTQError(f"the run in {home} is not finished; the same `onptq quantize` goes on with it")
     recipe, summary = Recipe.model_validate(record["recipe"]), read_json(home / SUMMARY)
-    stages = list(stages_of(home, recipe))
+    stages = [_detailed(stage, home) for stage in stages_of(home, recipe)]
     rows = pq.read_table(home / "prompts.parquet").to_pylist() if (home / "prompts.parquet").is_file() else []
     dense = _dense_answers(home)
     texts = _texts(checkpoint, rows, stages, dense)
@@ -273,11 +275,20 @@ def _response(stage: Stage, prompt: int, texts: TokenTexts, dense: Answers) -> R
         return None
     states = visit.states.take(visit.rows[prompt])
     states = states if states.risk.any() else scored(states, None)
-    response = respond(dense.get(prompt), visit.trajectories[prompt], states, {}, texts)
+    response = respond(dense.get(prompt), visit.trajectories[prompt], states, stage.details, texts)
     if stage.later and response.states is not None:
         columns = became(visit, prompt, stage.later)
         response = replace(response, states=replace(response.states, became=columns))
     return response
+
+
+def _detailed(stage: Stage, home: Path) -> Stage:
+    """The result with what was kept of its states; other stages as they are."""
+    files = home / HELD_OUT_MISMATCHES, home / HELD_OUT_DETAILS
+    if stage.name != "result" or not all(file.is_file() for file in files):
+        return stage
+    visit = replace(stage.visit, states=scored(stage.visit.states, Bank.read(files[0])))
+    return replace(stage, visit=visit, details=read_details(files[1]))
 
 
 def _dense_answers(home: Path) -> Answers:
@@ -293,6 +304,7 @@ def _texts(
     ids = {token for row in rows for token in row["input_ids"]}
     ids.update(token for one in dense.values() for token in one.tokens)
     for stage in stages:
+        ids.update(token for one in stage.details.values() for token in _tokens_of(one))
         ids.update(token for one in stage.visit.trajectories.values() for token in one.tokens)
         for column in (stage.visit.states.reference, stage.visit.states.competitor, stage.visit.states.quantized):
             ids.update(np.unique(column).tolist())
@@ -301,6 +313,12 @@ def _texts(
     from transformers import AutoTokenizer
 
     return TokenTexts.of(AutoTokenizer.from_pretrained(checkpoint, local_files_only=True), ids)
+
+
+def _tokens_of(detail: Detail) -> Iterator[int]:
+    yield from (token for token, _ in (*detail.dense, *detail.quantized))
+    if detail.future is not None:
+        yield from (*detail.future.reference, *detail.future.competitor)
 
 
 def _placeholders(family: str, checkpoint: Path, texts: TokenTexts) -> dict[str, str]:
