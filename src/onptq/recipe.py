@@ -8,7 +8,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -25,6 +24,7 @@ from pydantic import (
 )
 
 from onptq.errors import OnPTQError, did_you_mean
+from onptq.files import parse_yaml, read_yaml, to_yaml
 from onptq.overrides import Overrides, explain, override, with_implied
 from onptq.registry import LOSS_TERMS, METHODS, SELECTION_RULES, Registry
 from onptq.schemes import NAMED, Scheme
@@ -356,7 +356,7 @@ class Recipe(Config):
         if name not in PRESETS:
             raise OnPTQError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; valid: {', '.join(PRESETS)}")
         text = resources.files("onptq").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
-        return cls.model_validate(override(yaml.safe_load(text), overrides, implied))
+        return cls.model_validate(override(parse_yaml(text), overrides, implied))
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Overrides = ()) -> Recipe:
@@ -364,10 +364,7 @@ class Recipe(Config):
 
         A file that names a `preset` has the preset's fields, but for its own.
         """
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise OnPTQError(f"cannot read the recipe {path}: {error}") from error
+        data = read_yaml(Path(path), "the recipe")
         if not isinstance(data, Mapping):
             raise OnPTQError(f"the recipe {path} must be a YAML mapping of fields, got {type(data).__name__}")
         if isinstance(data.get("recipe"), Mapping):  # a run's record: the recipe beside versions and hashes
@@ -385,7 +382,7 @@ class Recipe(Config):
         """Every field with its value, and with `comments` what it means."""
         if comments:
             return "\n".join(_commented(self)) + "\n"
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+        return to_yaml(self.model_dump())
 
 
 def _commented(config: Config, indent: str = "") -> Iterator[str]:
@@ -396,6 +393,6 @@ def _commented(config: Config, indent: str = "") -> Iterator[str]:
             yield from _commented(value, indent + "  ")
         else:
             inline = isinstance(value, Mapping)  # so that the comment is on the value's line
-            shown = yaml.safe_dump(value, default_flow_style=True, width=10**6) if inline else None
-            line = indent + (f"{name}: {shown}" if shown else yaml.safe_dump({name: value})).strip()
+            shown = to_yaml(value, default_flow_style=True, width=10**6) if inline else None
+            line = indent + (f"{name}: {shown}" if shown else to_yaml({name: value})).strip()
             yield f"{line:<28} # {field.description}"
