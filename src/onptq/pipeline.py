@@ -54,6 +54,7 @@ from onptq.schemes import Scheme
 from onptq.shared_run import open_run
 
 WEIGHTS = "*.safetensors"
+SKIPPED = "skipped.json"
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
 T = TypeVar("T")
 SIDES: tuple[Side, Side] = ("D", "Q")
@@ -122,7 +123,7 @@ def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verif
     if start is not None and run.ranks.is_first and not run.has(INIT):
         with run.writing(INIT) as path:
             shutil.copyfile(start, path)
-    processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
+    processor = open_processor(job.source, job.recipe)
     policy = load(job, reporter)
     prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
@@ -208,7 +209,7 @@ def _gather(
     """The prompts of the run, with a line on how many are used and a warning where that is worth one."""
     usable = None
     if on_bad_prompt == "skip":
-        processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+        processor = open_processor(source, recipe)
         usable = partial(processor.check, max_new=recipe.follow.max_tokens)
     modalities = source.family.modalities
     prompts = gather_prompts(
@@ -219,6 +220,10 @@ def _gather(
     if prompts.every:
         reporter.note(prompts.describe())
     return prompts
+
+
+def open_processor(source: Source, recipe: Recipe) -> PromptProcessor:
+    return PromptProcessor.from_folder(source.folder, source.family, source.config, recipe.data.special_tokens)
 
 
 def identify(job: Job, reporter: Reporter) -> dict[str, Any]:
@@ -296,6 +301,8 @@ def encode_prompts(
         each = encode_each(policy, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
         budget = cached_bytes(free_memory(policy.device), recipe.compute.cache_gib)
         encoded = EncodedPrompts.of(each, budget=budget, folder=run.scratch("prompts"))
+    if job.prompts.skipped and not run.has(SKIPPED):
+        run.write_json(job.prompts.skipped, SKIPPED)
     if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
             write_prompts(job.prompts, encoded.ids, path)

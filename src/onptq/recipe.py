@@ -109,7 +109,7 @@ def _registered(name: str, registry: Registry[Any]) -> str:
 class DataConfig(Config):
     """Data: the numbers of calibration and held-out prompts."""
 
-    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512}
+    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512, "special_tokens": "refuse"}
 
     prompts: StrictInt = Field(default=128, ge=1, description="calibration prompts, drawn of the manifest")
     holdout: StrictInt = Field(default=32, ge=0, description="held-out prompts that choose the best iterate")
@@ -121,6 +121,9 @@ class DataConfig(Config):
     )
     init_prompts: StrictInt = Field(
         default=512, ge=1, description="most calibration prompts that the base method sees; rounds see all"
+    )
+    special_tokens: Literal["refuse", "keep"] = Field(
+        default="refuse", description="prompts whose text contains special tokens; keep makes control tokens of them"
     )
 
 

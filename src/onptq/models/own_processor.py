@@ -20,10 +20,8 @@ from onptq.models.processing import (
     SETTINGS_FILES,
     ModelInputs,
     PromptProcessor,
-    check_text,
     context_length,
     media_name,
-    plain_text,
     read_media,
     require_files,
 )
@@ -103,12 +101,6 @@ class OwnProcessor(PromptProcessor):
             )
         tensors = {name: value for name, value in made.items() if name in self.arguments and isinstance(value, Tensor)}
         return ModelInputs(tensors, modality, alone=given_media)
-
-    def _text(self, prompt: Prompt) -> str:
-        """The text of a prompt with a placeholder for every image and clip, which the processor repeats."""
-        text = plain_text(prompt) if self.template is None else self._render(prompt)
-        check_text(prompt, text)
-        return text
 
 
 def _load(folder: Path, family: Family) -> Any:
