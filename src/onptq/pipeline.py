@@ -18,8 +18,8 @@ from onptq import __version__, methods
 from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
 from onptq.check.trial import ask, questions
-from onptq.checkpoint.companions import check_room, companion_bytes
-from onptq.checkpoint.folder import CONFIG
+from onptq.checkpoint.companions import check_room, companion_bytes, companions
+from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
 from onptq.checkpoint.write import check_apart, check_exportable, check_groups, output_bytes, write_checkpoint
@@ -402,8 +402,13 @@ def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, 
             picture=card_picture(results),
             name=job.source.name,
         )
-        files = [job.out / CONFIG, *sorted(job.out.glob(WEIGHTS))]
-        return {"bytes": weight_bytes(job.out), "sha256": {file.name: file_sha256(file) for file in files}}
+        return {"bytes": weight_bytes(job.out), "sha256": {name: file_sha256(job.out / name) for name in made_of(job)}}
+
+
+def made_of(job: Job) -> list[str]:
+    """The files of the checkpoint by which a model works: weights, config, tokenizer, processor; not its card."""
+    weights = sorted(file.name for pattern in (WEIGHTS, INDEX) for file in job.out.glob(pattern))
+    return [CONFIG, *weights, *map(str, companions(job.source.folder))]
 
 
 def weight_bytes(out: Path) -> int:

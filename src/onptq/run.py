@@ -125,7 +125,9 @@ class Run:
         return self.file(*parts).exists()
 
     def scratch(self, name: str) -> Path:
-        """A folder for what does not fit into memory; it is gone when the run is closed or opened again."""
+        """A folder for what does not fit into memory, which nobody else may read; it is gone when the run is closed or opened
+        again."""
+        (self.home / SCRATCH).mkdir(mode=0o700, exist_ok=True)
         return self.home / SCRATCH / name
 
     @property

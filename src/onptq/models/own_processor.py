@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onptq.data.audio import read_audio
-from onptq.data.media import MAX_PIXELS, read_image
+from onptq.data.media import MAX_PIXELS, decode_image
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 from onptq.models.family import AUDIO, IMAGE, Family
@@ -65,11 +65,7 @@ class OwnProcessor(PromptProcessor):
         images, waves = [], []
         for media in prompt.images:
             name = media_name(prompt, "image", media)
-            data = read_media(name, media)
-            try:
-                images.append(read_image(data))
-            except Exception as error:  # Pillow's decoders raise errors of every kind on broken files
-                raise OnPTQError(f"{name} cannot be decoded: {error}") from error
+            images.append(decode_image(read_media(name, media), name))
         for media in prompt.audios:
             name, extractor = media_name(prompt, "audio", media), self.processor.feature_extractor
             rate = extractor.sampling_rate

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onptq.data.audio import read_audio
-from onptq.data.media import MAX_PIXELS, read_image
+from onptq.data.media import MAX_PIXELS, decode_image
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 from onptq.models.family import AUDIO, IMAGE, TEXT, Family, text_config, thinker_config
@@ -158,11 +158,11 @@ class PromptProcessor:
 
     def _patches(self, prompt: Prompt, media: Media) -> Mapping[str, Tensor]:
         name = media_name(prompt, "image", media)
-        data = read_media(name, media)
+        image = decode_image(read_media(name, media), name)
         try:
-            patches: Mapping[str, Tensor] = self.image_processor(images=[read_image(data)], return_tensors="pt")
-        except Exception as error:  # Pillow's decoders raise errors of every kind on broken files
-            raise OnPTQError(f"{name} cannot be decoded: {error}") from error
+            patches: Mapping[str, Tensor] = self.image_processor(images=[image], return_tensors="pt")
+        except Exception as error:  # processors refuse sizes with errors of every kind
+            raise OnPTQError(f"{name} cannot be cut into patches: {error}") from error
         return patches
 
     def _read_audios(self, prompt: Prompt) -> Read:
