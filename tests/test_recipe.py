@@ -298,3 +298,10 @@ def test_a_recipe_that_does_not_match_the_pair_weight_reads_as_before_there_was_
     for preset in PRESETS:
         assert "pair_matched" not in Recipe.preset(preset).model_dump()["calibrate"]
     assert Recipe.preset("best", ["calibrate.pair_matched=true"]).model_dump()["calibrate"]["pair_matched"] is True
+
+
+def test_a_largest_consequence_needs_a_divergence_that_has_one() -> None:
+    for name in ("eos_as_max", "count_forced"):
+        assert getattr(Recipe.preset("default", {f"branch.{name}": True}).branch, name)
+        with pytest.raises(OnPTQError, match=rf"branch\.{name} needs .* expected risk\.divergence=js"):
+            Recipe.preset("default", {f"branch.{name}": True, "risk.divergence": "kl"})

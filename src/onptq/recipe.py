@@ -158,7 +158,12 @@ class BranchConfig(Config):
         default=False, description="the forced tokens count as one more state, at which the futures differ wholly"
     )
 
-    LATER: ClassVar[Mapping[str, Any]] = {"count_forced": False}
+    policy: Literal["quantized", "dense"] = Field(
+        default="quantized",
+        description="which model continues the forced tokens; dense measures the dense future alone",
+    )
+
+    LATER: ClassVar[Mapping[str, Any]] = {"count_forced": False, "policy": "quantized"}
 
 
 class RiskConfig(Config):
@@ -210,6 +215,10 @@ class CalibrateConfig(Config):
         ge=0,
         description="response KL over visited states: weight 1 + consequence * A_t; 0 is a plain mean",
     )
+    response_mean: Literal["states", "prompts"] = Field(
+        default="states",
+        description="response KL over visited states: every state counts alike, or every response, however long",
+    )
     normalize: Literal["energy", "none"] = Field(
         default="energy", description="divide each block's error by its dense energy; none is the paper's literal loss"
     )
@@ -230,7 +239,12 @@ class CalibrateConfig(Config):
     evaluations: StrictInt = Field(default=4, ge=1, description="held-out evaluations per round")
     checkpointing: StrictBool = Field(default=True, description="recompute activations in backward to save memory")
 
-    LATER: ClassVar[Mapping[str, Any]] = {"pair_matched": False, "terms": {}, "consequence": 0.0}
+    LATER: ClassVar[Mapping[str, Any]] = {
+        "pair_matched": False,
+        "terms": {},
+        "consequence": 0.0,
+        "response_mean": "states",
+    }
 
     @field_validator("terms")
     @classmethod
@@ -299,6 +313,16 @@ class Recipe(Config):
     calibrate: CalibrateConfig = CalibrateConfig()
     compute: ComputeConfig = ComputeConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _check_largest_consequence(self) -> Self:
+        counted = [name for name in ("eos_as_max", "count_forced") if getattr(self.branch, name)]
+        if counted and self.risk.divergence != "js":
+            raise OnPTQError(
+                f"branch.{counted[0]} needs the largest divergence there is, and {self.risk.divergence} has none; expected "
+                "risk.divergence=js"
+            )
+        return self
 
     @property
     def settles(self) -> bool:

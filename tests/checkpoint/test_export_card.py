@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -341,10 +342,16 @@ def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def answers(file: Path) -> Iterator[tuple[int, list[int]]]:
+    for row in pq.read_table(file).to_pylist():
+        yield row["prompt"], row["response"]
+
+
 def test_the_card_of_a_run_has_the_baselines_beside_the_result(run: Path, small: Path) -> None:
     text = (run / "README.md").read_text(encoding="utf-8")
     table = [line.split(" | ") for line in text.split("## Results")[1].splitlines() if line.startswith("|")]
-    assert table[0] == ["|", "mismatch % | KL |"] or table[0][-1] == "KL |"
+    assert [name.strip("| ") for name in table[0]] == ["", "mismatch %", "KL", "answers reworded %"]
+    dense = dict(answers(run_home(run) / "final/dense_trajectories.parquet"))
     files = {
         "| RTN": "rtn/final/holdout.parquet",
         r"| init \(search+signround\)": "rounds/0/holdout.parquet",
@@ -355,7 +362,9 @@ def test_the_card_of_a_run_has_the_baselines_beside_the_result(run: Path, small:
         states = pq.read_table(run_home(run) / file).to_pylist()
         mismatch = 100 * np.mean([state["kind"] == "mismatch" for state in states])
         kl = np.mean([state["kl"] for state in states])
-        for shown, value in zip(row[1:], (mismatch, kl), strict=True):
+        other = dict(answers((run_home(run) / file).with_name("holdout_trajectories.parquet")))
+        reworded = 100 * np.mean([other[prompt] != dense[prompt] for prompt in dense])
+        for shown, value in zip(row[1:], (mismatch, kl, reworded), strict=True):
             assert shown.startswith(f"{value:.1f}" if value >= 1 or not value else f"{value:.4f}")
     assert f"to the 2 held-out prompts that also chose the iterate ({len(states)} states)" in text
     assert "95% bootstrap intervals over prompts" in text

@@ -205,6 +205,11 @@ def test_the_record_holds_recipe_versions_seeds_and_hashes(run: Path, model: Tin
     assert record["versions"]["torch"] == version("torch")
 
 
+def responses(run: Path, name: str) -> dict[int, list[int]]:
+    table = columns(run_home(run) / name)
+    return {int(prompt): list(tokens) for prompt, tokens in zip(table["prompt"], table["response"], strict=True)}
+
+
 def test_the_summary_is_counted_from_the_tables(run: Path) -> None:
     summary = json.loads((run_home(run) / "summary.json").read_text())
     assert summary.keys() >= {"scheme", "method", "model", "prompts", "rounds", "holdout", "checkpoint", "seconds"}
@@ -226,6 +231,12 @@ def test_the_summary_is_counted_from_the_tables(run: Path) -> None:
         )
         assert figures["rollout_disagreements"] == (states["token"] != states["quantized"]).sum()
         assert figures["first_fork"] == pytest.approx(first_fork(states))
+    dense = responses(run, "final/dense_trajectories.parquet")
+    for name, part in (("rtn", "rtn/final"), ("initial", "rounds/0"), ("calibrated", "final")):
+        other = responses(run, f"{part}/holdout_trajectories.parquet")
+        assert other.keys() == dense.keys()
+        changed = sum(other[prompt] != dense[prompt] for prompt in dense)
+        assert summary["holdout"][name]["reworded_percent"] == pytest.approx(100 * changed / len(dense))
     assert [figures["steps"] for figures in summary["rounds"]] == [3] * ROUNDS
     assert all(0 <= figures["best_step"] <= 3 for figures in summary["rounds"])
 
