@@ -182,8 +182,9 @@ def test_the_response_loss_may_count_every_response_alike(cases: Callable[..., C
     short = case.states.take(np.flatnonzero((case.states.prompt != case.prompts[0].ordinal) | (case.states.t == 1)))
     consequence = np.linspace(0, 0.6, len(short)).astype(np.float32)
     states = short.with_columns(consequence=consequence)
-    options = {"every_response": True, "consequence": 2.0, "by_prompt": True}
-    items = UpdateSequences(case.policy, case.prompts, case.trajectories, states, **options)
+    items = UpdateSequences(
+        case.policy, case.prompts, case.trajectories, states, every_response=True, consequence=2.0, by_prompt=True
+    )
     lengths = [len(item.response_weight) for item in items]
     assert min(lengths) == 1 < max(lengths)
     for item, prompt in zip(items, case.prompts, strict=True):

@@ -19,8 +19,8 @@ from onptq.cli.drawing import (
     largest_data,
     needs_calibration,
     origin,
+    unseen,
     usable_by,
-    warn_of_repeats,
 )
 from onptq.cli.report import page_of_results, print_page
 from onptq.cli.report_tables import print_table
@@ -181,7 +181,7 @@ def compare(
     earlier = models_in(folder)
     questions = draw_items(family, tasks, items, split, reporter)
     followed = behaviour_prompts(family, manifest, prompts, split, data.holdout, reporter, usable)
-    warn_of_repeats(followed, [*calibrating, *held_out], reporter)
+    followed = unseen(followed, [*calibrating, *held_out], reporter)
     report = compare_models(
         source,
         parsed,
