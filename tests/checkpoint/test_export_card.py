@@ -166,7 +166,7 @@ def test_the_example_of_the_card_runs(
         pytest.skip("transformers' AutoProcessor needs torchvision")
     model, out = tmp_path / "model", tmp_path / "out"
     write_random(family, model, prompts=1, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512)
-    recipe = Recipe.preset("default", {"method": "rtn", "scheme": scheme, "compute.device": "cpu"})
+    recipe = Recipe.preset("risk", {"method": "rtn", "scheme": scheme, "compute.device": "cpu"})
     onptq.quantize(model, out, recipe=recipe, verify=False)
     Image.new("RGB", (64, 64), "red").save(tmp_path / "image.png")
     code = example((out / "README.md").read_text())
@@ -337,7 +337,7 @@ def test_calibration_data_is_counted_by_its_contents() -> None:
 @pytest.fixture(scope="module")
 def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("card") / "run"
-    recipe = Recipe.preset("default", CHANGES)
+    recipe = Recipe.preset("risk", CHANGES)
     onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe, verify=False)
     return out
 

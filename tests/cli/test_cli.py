@@ -105,7 +105,7 @@ def test_an_invalid_recipe_exits_2_with_one_error_and_no_traceback(arguments: li
         (["--seed", "-1", "--calibration", "p.jsonl"], "seed = -1"),
         (["--init", "magic", "--calibration", "p.jsonl"], "init = 'magic'"),
         (["--set", "nothing=1", "--calibration", "p.jsonl"], "unknown field 'nothing'"),
-        (["--preset", "huge", "--calibration", "p.jsonl"], "valid: light, default, best, paper"),
+        (["--preset", "huge", "--calibration", "p.jsonl"], "valid: light, default, best, risk, paper"),
         (["--items", "3"], "give --evaluate, or leave out --items"),
         (["--items", "3", "--no-evaluate"], "give --evaluate, or leave out --items"),
         (["--quiet", "--json", "--calibration", "p.jsonl"], "one of --quiet and --json"),
@@ -139,7 +139,7 @@ def test_an_unknown_command_is_refused() -> None:
 def test_without_an_out_the_run_is_named_after_model_scheme_and_method(
     model: str, changes: dict[str, Any], expected: str
 ) -> None:
-    assert quantize.default_out(model, Recipe.preset("default", changes)) == Path(expected)
+    assert quantize.default_out(model, Recipe.preset("risk", changes)) == Path(expected)
 
 
 def test_the_help_says_what_is_chosen_where_nothing_is_given() -> None:

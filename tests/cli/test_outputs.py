@@ -71,7 +71,7 @@ def run(model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("outputs") / "run"
-    onptq.quantize(model.folder, out, calibration=model.manifest, recipe=Recipe.preset("default", CHANGES))
+    onptq.quantize(model.folder, out, calibration=model.manifest, recipe=Recipe.preset("risk", CHANGES))
     yield out
     torch.set_num_threads(threads)
 
@@ -183,7 +183,7 @@ def test_the_record_holds_recipe_versions_seeds_and_hashes(run: Path, model: Tin
     record = yaml.safe_load((run_home(run) / "recipe.yaml").read_text())
     assert list(record) == ["contract", "recipe", "model", "prompts", "seeds", "versions"]
     assert record["contract"] == 2
-    assert record["recipe"] == Recipe.preset("default", CHANGES).model_dump()
+    assert record["recipe"] == Recipe.preset("risk", CHANGES).model_dump()
     assert record["model"] == {
         "source": str(model.folder),
         "family": "qwen2.5-omni",
@@ -289,7 +289,7 @@ def test_generated_media_are_embedded_in_the_prompts_table(model: Tiny, tmp_path
     from onptq.check.probes import probe_prompt
 
     generated: Prompt = probe_prompt(model.source.family.modalities)
-    rtn = Recipe.preset("default", {"method": "rtn", "follow.max_tokens": 4, "compute.device": "cpu"})
+    rtn = Recipe.preset("risk", {"method": "rtn", "follow.max_tokens": 4, "compute.device": "cpu"})
     onptq.quantize(model.folder, tmp_path / "run", calibration=[generated], recipe=rtn, verify=False)
     [row] = rows(run_home(tmp_path / "run") / "prompts.parquet")
     for kind in ("images", "audios"):

@@ -105,6 +105,7 @@ def make_case(small: Tiny, scheme: str) -> Case:
 
 # Terms of like size and steps large enough to see
 PLAIN: dict[str, Any] = {
+    "hidden": 1.0,
     "pair": 1.0,
     "response": 1.0,
     "response_over": "critical",

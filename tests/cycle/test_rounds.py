@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
 
 def run_rounds(model: Path, out: Path, **changes: Any) -> tuple[Recipe, list[States]]:
     """The recipe of a run and the bank of each of its rounds."""
-    recipe = Recipe.preset("default", TINY | changes)
+    recipe = Recipe.preset("risk", TINY | changes)
     onptq.quantize(model, out, calibration=model / "prompts.jsonl", recipe=recipe, verify=False)
     return recipe, [load_bank(run_home(out), round_index=k) for k in range(recipe.rounds)]
 

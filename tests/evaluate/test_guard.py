@@ -28,6 +28,7 @@ TINY: dict[str, Any] = {
     "calibrate.codes": "free",
     "calibrate.epochs": 1,
     "calibrate.batch": 2,
+    "calibrate.lr_step": 0.02,
     "compute.device": "cpu",
 }
 
@@ -86,7 +87,7 @@ def test_one_prompt_has_no_interval_so_its_kl_decides() -> None:
 
 
 def quantize(small: Path, out: Path, **changes: Any) -> onptq.pipeline.Result:
-    recipe = Recipe.preset("default", TINY | changes)
+    recipe = Recipe.preset("risk", TINY | changes)
     return onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe)
 
 

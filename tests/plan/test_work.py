@@ -13,7 +13,7 @@ from onptq.registry import METHODS
 
 def work(method: str = "onptq", /, **changes: Any) -> Work:
     """100 calibration and 10 held-out prompts of 200 tokens, and responses of 50."""
-    recipe = Recipe.preset("default", {"method": method, "follow.max_tokens": 50, **changes})
+    recipe = Recipe.preset("risk", {"method": method, "follow.max_tokens": 50, **changes})
     return Work(100, 10, 200, 120, recipe)
 
 

@@ -120,7 +120,7 @@ def compare(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="Preset of the candidates built here: light, default, best, paper or zoo.",
+            help="Preset of the candidates built here: light, default, best, risk, paper or zoo.",
             show_default=PRESET_DEFAULT,
         ),
     ] = None,
