@@ -728,7 +728,8 @@ def test_the_command_line_and_python_give_the_same_bytes_and_quiet_prints_nothin
 
 def test_json_prints_one_object_per_line_and_the_summary_last(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = call("quantize", small, "--out", out, "--calibration", small / "prompts.jsonl", "--json", *options(TINY))
+    line = ["quantize", small, "--preset", "risk", "--out", out, "--calibration", small / "prompts.jsonl", "--json"]
+    done = call(*line, *options(TINY))
     assert done.exit_code == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     ended = [line["phase"] for line in lines if line["event"] == "phase" and line["state"] == "end"]

@@ -71,6 +71,10 @@ RECIPE = Recipe.preset(
         "follow.max_tokens": 6,
         "calibrate.epochs": 1,
         "calibrate.batch": 3,
+        "calibrate.hidden": 1.0,
+        "calibrate.pair": 0.1,
+        "calibrate.lr_smoothing": 5e-4,
+        "calibrate.lr_step": 5e-4,
         "compute.batch_tokens": 200,
     },
 )
