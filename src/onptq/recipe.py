@@ -215,10 +215,6 @@ class CalibrateConfig(Config):
         ge=0,
         description="response KL over visited states: weight 1 + consequence * A_t; 0 is a plain mean",
     )
-    response_mean: Literal["states", "prompts"] = Field(
-        default="states",
-        description="response KL over visited states: every state counts alike, or every response, however long",
-    )
     normalize: Literal["energy", "none"] = Field(
         default="energy", description="divide each block's error by its dense energy; none is the paper's literal loss"
     )
@@ -239,12 +235,7 @@ class CalibrateConfig(Config):
     evaluations: StrictInt = Field(default=4, ge=1, description="held-out evaluations per round")
     checkpointing: StrictBool = Field(default=True, description="recompute activations in backward to save memory")
 
-    LATER: ClassVar[Mapping[str, Any]] = {
-        "pair_matched": False,
-        "terms": {},
-        "consequence": 0.0,
-        "response_mean": "states",
-    }
+    LATER: ClassVar[Mapping[str, Any]] = {"pair_matched": False, "terms": {}, "consequence": 0.0}
 
     @field_validator("terms")
     @classmethod

@@ -177,23 +177,6 @@ def test_the_response_loss_may_weigh_visited_states_by_their_consequence(cases: 
     np.testing.assert_allclose(weights, expected / expected.sum(), rtol=1e-6)
 
 
-def test_the_response_loss_may_count_every_response_alike(cases: Callable[..., Case]) -> None:
-    case = cases()
-    short = case.states.take(np.flatnonzero((case.states.prompt != case.prompts[0].ordinal) | (case.states.t == 1)))
-    consequence = np.linspace(0, 0.6, len(short)).astype(np.float32)
-    states = short.with_columns(consequence=consequence)
-    items = UpdateSequences(
-        case.policy, case.prompts, case.trajectories, states, every_response=True, consequence=2.0, by_prompt=True
-    )
-    lengths = [len(item.response_weight) for item in items]
-    assert min(lengths) == 1 < max(lengths)
-    for item, prompt in zip(items, case.prompts, strict=True):
-        assert float(item.response_weight.double().sum()) == pytest.approx(1 / len(case.prompts), rel=1e-6)
-        relative = 1 + 2.0 * consequence[states.prompt == prompt.ordinal].astype(np.float64)
-        expected = relative / relative.sum() / len(case.prompts)
-        np.testing.assert_allclose(item.response_weight.double().numpy(), expected, rtol=1e-6)
-
-
 def test_a_matched_pair_weight_makes_the_pair_loss_begin_as_strong_as_with_equal_weights(
     cases: Callable[..., Case],
 ) -> None:

@@ -148,7 +148,6 @@ def calibrate(
         modality_balanced=cfg.modality_balanced,
         every_response=cfg.response_over == "visited",
         consequence=cfg.consequence,
-        by_prompt=cfg.response_mean == "prompts",
     )
     targets = Targets(policy, target_budget)
     energy = block_energy(targets, items, ranks) if cfg.normalize == "energy" else None
@@ -306,7 +305,6 @@ class _Judge:
             every,
             every_response=True,
             consequence=cfg.consequence,
-            by_prompt=cfg.response_mean == "prompts",
         )
         self.policy, self.targets, self.energy, self.cfg = policy, targets, energy, cfg
         self.batch_budget, self.ranks = batch_budget, ranks

@@ -84,7 +84,7 @@ class UpdateSequences(Sequence[UpdateSequence]):
     (Eq. 14's 1 / |U|).
 
     With `every_response` the response loss is a mean over all states, critical or not, each with the weight
-    1 + `consequence` * A_t. With `by_prompt` the responses share the loss equally, however long they are.
+    1 + `consequence` * A_t.
     """
 
     def __init__(
@@ -97,7 +97,6 @@ class UpdateSequences(Sequence[UpdateSequence]):
         modality_balanced: bool = False,
         every_response: bool = False,
         consequence: float = 0.0,
-        by_prompt: bool = False,
     ) -> None:
         self.policy, self.prompts, self.states = policy, EncodedPrompts.of(prompts), states
         self.trajectories = {trajectory.prompt: trajectory for trajectory in trajectories}
@@ -106,8 +105,6 @@ class UpdateSequences(Sequence[UpdateSequence]):
         if states is not None:
             self._rows = states.rows_by_prompt()
             weights = 1 + consequence * states.consequence.astype(np.float64)
-            for rows in self._rows.values() if by_prompt else ():
-                weights[rows] /= weights[rows].sum()
             self._response_weight = weights / weights.sum()
 
     def __len__(self) -> int:
