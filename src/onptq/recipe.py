@@ -134,7 +134,8 @@ class FollowConfig(Config):
         default="quantized", description="whose rollouts are the states; dense is the control offpolicy"
     )
     sampling: Literal["greedy", "model"] = Field(
-        default="greedy", description="how tokens are chosen; model samples as its generation config says"
+        default="greedy",
+        description="how tokens are chosen; model samples by the temperature, top_k and top_p of its generation config",
     )
     responses: StrictInt = Field(default=1, ge=1, description="responses to each prompt; more than one wants sampling")
 
