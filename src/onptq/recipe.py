@@ -30,7 +30,7 @@ from onptq.registry import LOSS_TERMS, METHODS, SELECTION_RULES, Registry
 from onptq.schemes import NAMED, Scheme
 
 # Figures of an update's log lines, whose names no added loss term may have.
-LOGGED = ("anchor", "hidden", "pair", "response", "loss", "step", "round", "gradient", "holdout")
+LOGGED = ("anchor", "hidden", "pair", "response", "loss", "step", "round", "gradient", "holdout", "rollback")
 PRESETS = ("light", "default", "best", "risk", "paper", "zoo")
 
 # The methods that calibrate in rounds, and what each name says about other fields. Base methods are the others.
@@ -237,9 +237,20 @@ class CalibrateConfig(Config):
     )
     keep: Literal["best", "last"] = Field(default="best", description="iterate to keep; best is by held-out prompts")
     evaluations: StrictInt = Field(default=4, ge=1, description="held-out evaluations per round")
+    rollback: Real | None = Field(
+        default=None,
+        ge=0,
+        description="a held-out score worse than the best by more than this share goes back to the best; null never does",
+    )
     checkpointing: StrictBool = Field(default=True, description="recompute activations in backward to save memory")
 
-    LATER: ClassVar[Mapping[str, Any]] = {"pair_matched": False, "terms": {}, "consequence": 0.0}
+    LATER: ClassVar[Mapping[str, Any]] = {"pair_matched": False, "terms": {}, "consequence": 0.0, "rollback": None}
+
+    @model_validator(mode="after")
+    def _check_rollback(self) -> Self:
+        if self.rollback is not None and self.keep == "last":
+            raise ValueError("calibrate.rollback goes by held-out prompts, which calibrate.keep=last does not look at")
+        return self
 
     @field_validator("terms")
     @classmethod
