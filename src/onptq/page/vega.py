@@ -149,8 +149,10 @@ def draw_svg(plot: Plot) -> str:
     spec = dict(plot.spec) | {"width": PRINT_WIDTH}
     try:
         drawn = vl_convert.vegalite_to_svg(spec, vl_version=VERSION, config=PRINT_CONFIG, allowed_base_urls=[])
-    except ValueError as error:
-        raise OnPTQError(f"the picture {plot.id!r} cannot be drawn: {error}") from error
+    except BaseException as error:  # a limit of the machine makes its Rust panic, which is no Exception
+        if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+            raise OnPTQError(f"the picture {plot.id!r} cannot be drawn: {error}") from error
+        raise
     head, opened, body = drawn.partition(">")
     return f"{_widened(head)}{opened}{PRINT_STYLE}{body}"
 
