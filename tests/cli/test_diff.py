@@ -23,7 +23,11 @@ LENGTH = 6  # tokens of an answer
 
 
 def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["diff", *map(str, arguments)])
+    return invoke("diff", *arguments)
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -221,14 +225,14 @@ def servers() -> Iterator[tuple[str, str]]:
         thread.join()
 
 
+@pytest.mark.parametrize("command", ["diff", "compare"])
 def test_two_servers_end_with_the_same_page(
-    servers: tuple[str, str], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, servers: tuple[str, str], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-1")
     out = tmp_path / "out"
-    done = call(
-        servers[0], f"q={servers[1]}", "--manifest", small / "prompts.jsonl", "--out", out, "--key-env", "MY_KEY"
-    )
+    options = ("--manifest", small / "prompts.jsonl", "--out", out, "--key-env", "MY_KEY")
+    done = invoke(command, servers[0], f"q={servers[1]}", *options)
     assert done.exit_code == 0, done.output
     lines = done.stdout.strip().splitlines()
     assert lines[0].startswith("q: Of 6 answers 6")
@@ -236,6 +240,15 @@ def test_two_servers_end_with_the_same_page(
     assert '" red" > " blue"' in done.stdout
     assert json.loads((out / "differences.json").read_text())["candidates"][0]["changed"] == 6
     assert "sk-1" not in (out / "page.html").read_text() + (out / "differences.json").read_text()
+
+
+def test_servers_are_not_compared_on_items(servers: tuple[str, str], small: Path, tmp_path: Path) -> None:
+    manifest = ("--manifest", small / "prompts.jsonl", "--out", tmp_path / "out")
+    done = invoke("compare", servers[0], f"q={servers[1]}", *manifest, "--tasks", "read")
+    assert done.exit_code == 2
+    assert "--tasks is for checkpoints" in done.output
+    assert "are for servers" in invoke("compare", small, small, "--model", "x").output
+    assert not (tmp_path / "out").exists()
 
 
 def test_help_is_there_without_anything_heavy() -> None:
