@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from onptq.progress import Reporter
 
 FORMATS = ("table", "markdown", "json")
-MARKDOWN, JSON = "differences.md", "differences.json"
 TOP = 10  # changed answers of a model that are printed
 
 
@@ -89,13 +88,9 @@ def page_of_results(folder: Path, reporter: Reporter) -> Path | None:
 def report_differences(
     page: Page, path: Path, form: str, top: int, quiet: bool, json: bool, reporter: Reporter
 ) -> None:
-    """Write all changed answers beside the page, and print the worst of them."""
-    from onptq.files import atomically
+    """Print the worst of the changed answers, and where the page of all is."""
     from onptq.page.differences import all_differences, print_differences, to_json, to_markdown
 
-    for name, text in ((MARKDOWN, to_markdown(page)), (JSON, to_json(page))):
-        with atomically(path.with_name(name)) as temporary:
-            temporary.write_text(text, encoding="utf-8")
     if json:
         found = [one.to_dict() for one in all_differences(page)]
         reporter.result({"page": str(path), "candidates": found})

@@ -57,8 +57,8 @@ def compare_servers(
     """The page of the servers' answers to the prompts of a manifest, and the file it was written into."""
     from onptq.data.manifest import load_manifest
     from onptq.page.endpoints import compare_endpoints
+    from onptq.page.make import deliver
     from onptq.page.places import PAGE
-    from onptq.page.write import write_page
     from onptq.run import HOME
 
     if manifest is None or embedded_kind(manifest) is not None:
@@ -81,7 +81,7 @@ def compare_servers(
     except KeyboardInterrupt:
         typer.echo("interrupted: answers of servers are not kept, the same command asks them again", err=True)
         raise typer.Exit(130) from None
-    write_page(page, folder / PAGE)
+    deliver(page, folder / PAGE)
     return page, folder / PAGE
 
 

@@ -14,6 +14,7 @@ from onptq.evaluate.comparison import REPORT_JSON
 from onptq.run import HOME, RECORD, SUMMARY, run_home
 
 PAGE, RECEIPT = "page.html", "receipt.json"
+MARKDOWN, JSON = "differences.md", "differences.json"
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,8 @@ def checkpoint_of(home: Path) -> Path:
 def page_of(places: Sequence[Place]) -> Path:
     """Where the page of one folder goes; of several, the current folder."""
     return places[0].folder / PAGE if len(places) == 1 else Path(PAGE)
+
+
+def beside(page: Path, name: str) -> Path:
+    """Where a file that belongs to a page goes: under its own name, or behind that of a page of another name."""
+    return page.with_name(name if page.name == PAGE else f"{page.stem}-{name}")
