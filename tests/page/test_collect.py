@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from conftest import FAMILIES, Tiny
 from PIL import Image
@@ -78,8 +80,17 @@ def ran(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ran") / "out"
     changes = {"scheme": "W3A8", "init": "rtn", "rounds": 2, "calibrate.epochs": 1, "calibrate.batch": 2}
     recipe = RECIPE.with_overrides({**changes, "data.prompts": 4, "data.holdout": 2})
-    onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe, verify=False)
+    onptq.quantize(small, out, calibration=known(small), recipe=recipe, verify=False)
     return out
+
+
+def known(small: Path) -> list[Prompt]:
+    """Prompts with a task and, but for the first, with a reference."""
+    prompts = load_manifest(small / "prompts.jsonl")
+    return [
+        replace(one, extra={"task": f"task {place % 2}"} | ({"reference": f"answer {place}"} if place else {}))
+        for place, one in enumerate(prompts)
+    ]
 
 
 def home(out: Path, name: str) -> Path:
@@ -244,8 +255,9 @@ def test_the_page_of_a_run_shows_held_out_prompts_and_rounds(ran: Path, small: P
     assert place == find(run_home(ran)) == RunAlone(run_home(ran), ran)
     page = gather([place])
     manifest = {one.id: one for one in load_manifest(small / "prompts.jsonl")}
-    roles = [one.task for one in page.prompts]
-    assert (roles.count("calibration"), roles.count("holdout")) == (4, 2)
+    roles = pq.read_table(run_home(ran) / "prompts.parquet").column("role").to_pylist()
+    held_out = [one for one, role in zip(page.prompts, roles, strict=True) if role == "holdout"]
+    assert (len(page.prompts), len(held_out)) == (6, 2)
     names = [one.name for one in page.candidates]
     assert names[0] == "result"
     assert {"rtn", "round 1", "round 2"} <= set(names)
@@ -253,12 +265,12 @@ def test_the_page_of_a_run_shows_held_out_prompts_and_rounds(ran: Path, small: P
     assert answered["result"] == [role == "holdout" for role in roles]
     assert answered["round 1"] == [role == "calibration" for role in roles]
     dense = read_trajectories(run_home(ran) / "final/dense_trajectories.parquet")
-    answers = [one.dense for one in page.prompts if one.task == "holdout"]
+    answers = [one.dense for one in held_out]
     assert sorted(tuple(one.tokens or ()) for one in answers) == sorted(one.tokens for one in dense)
     assert all(one.text for one in answers)
     for question in page.prompts:
-        assert question.task == "holdout" or question.dense == Answer("")
-        [turn] = [turn for turn in question.turns if turn.role == "user"]
+        assert question in held_out or question.dense == Answer("")
+        [turn] = question.turns
         given = manifest[question.id].messages[-1]["content"]
         assert [("image" if p.media is not None else p.text) for p in turn.parts] == [
             p.get("text", "image") for p in given
@@ -272,6 +284,24 @@ def test_the_page_of_a_run_shows_held_out_prompts_and_rounds(ran: Path, small: P
     risk = [value for one in shown if one.states for value in one.states.risk]
     assert risk == bank.risk.tolist()
     assert all(one.states and one.states.became and len(one.states.became[0]) == 1 for one in shown)
+
+
+def test_a_run_keeps_task_question_and_reference_of_its_prompts(ran: Path, small: Path, tmp_path: Path) -> None:
+    given = {one.id: one for one in known(small)}
+    page = gather([find(ran)])
+    assert {one.id: (one.task, one.reference) for one in page.prompts} == {
+        name: (one.task, one.reference) for name, one in given.items()
+    }
+    rows = pq.read_table(run_home(ran) / "prompts.parquet")
+    for row in rows.to_pylist():
+        assert json.loads(row["messages"]) == given[row["id"]].messages
+    older = shutil.copytree(run_home(ran), tmp_path / "older-run")
+    pq.write_table(rows.drop_columns(["task", "messages", "reference"]), older / "prompts.parquet")
+    before = collect_run(older, ran)
+    assert {(one.task, one.reference) for one in before.prompts} == {("", None)}
+    for one, other in zip(before.prompts, page.prompts, strict=True):
+        shown = [replace(turn, parts=list(turn.parts)) for turn in one.turns if turn.role == "user"]
+        assert shown == [turn for turn in other.turns if turn.role == "user"]
 
 
 def test_without_its_tokenizer_a_run_is_shown_with_the_numbers_of_tokens(ran: Path, tmp_path: Path) -> None:

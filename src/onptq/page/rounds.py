@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -95,12 +96,13 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
     prompts = [
         Question(
             one.id,
-            one.task or row["role"],
+            one.task,
             kinds_of(one),
             album.turns(one, _badness(place, candidates)),
             spoken(dense[one.ordinal], texts) if one.ordinal in dense else Answer(""),
+            one.reference,
         )
-        for place, (one, row) in enumerate(zip(asked, rows, strict=True))
+        for place, one in enumerate(asked)
     ]
     held_out = sum(row["role"] == "holdout" for row in rows)
     return Page(
@@ -138,7 +140,14 @@ def with_rounds(page: Page, home: Path, checkpoint: Path) -> Page:
     shown = [place for place in range(len(asked)) if any(one.responses[place] is not None for one in rounds)]
     album = Album(BUDGET - sum(len(one.src or "") for one in page.media))
     prompts = [
-        Question(one.id, one.task, kinds_of(one), _behind(page, album.turns(one, _badness(place, rounds))), Answer(""))
+        Question(
+            one.id,
+            one.task,
+            kinds_of(one),
+            _behind(page, album.turns(one, _badness(place, rounds))),
+            Answer(""),
+            one.reference,
+        )
         for place, one in ((place, asked[place]) for place in shown)
     ]
     before, behind = [None] * len(page.prompts), [None] * len(prompts)
@@ -333,7 +342,11 @@ def _placeholders(family: str, checkpoint: Path, texts: TokenTexts) -> dict[str,
 
 
 def _asked(row: Mapping[str, Any], texts: TokenTexts, placeholders: Mapping[str, str]) -> Asked:
+    """The prompt of a row; runs of earlier versions kept its tokens alone."""
     images, audios = ([_media(one) for one in row.get(name) or ()] for name in ("images", "audios"))
+    if row.get("messages") is not None:
+        messages = json.loads(row["messages"])
+        return Asked(row["id"], row["task"], messages, images, audios, row["reference"], row["ordinal"])
     return asked_from(row["input_ids"], row["id"], row["ordinal"], (images, audios), texts, placeholders)
 
 
