@@ -27,6 +27,7 @@ from onptq.evaluate.candidates import folder_name
 from onptq.evaluate.comparison import compare_models
 from onptq.evaluate.damage import NEAR_TIE
 from onptq.evaluate.details import Detail, Future
+from onptq.evaluate.round_details import weightiest
 from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.tasks import Item, exact
 from onptq.evaluate.token_texts import TokenTexts
@@ -38,7 +39,8 @@ from onptq.page.media import SIDE, Album
 from onptq.page.places import Comparison, RunAlone, find
 from onptq.page.receipt import receipt
 from onptq.page.responses import fork, respond, words
-from onptq.page.rounds import Visit, became, collect_run
+from onptq.page.rounds import collect_run
+from onptq.page.stages import Visit, became, dense_answers
 from onptq.page.verdict import flips_of, verdict
 from onptq.recipe import Recipe
 from onptq.registry import FAMILIES as REGISTERED
@@ -284,6 +286,48 @@ def test_the_page_of_a_run_shows_held_out_prompts_and_rounds(ran: Path, small: P
     risk = [value for one in shown if one.states for value in one.states.risk]
     assert risk == bank.risk.tolist()
     assert all(one.states and one.states.became and len(one.states.became[0]) == 1 for one in shown)
+
+
+def test_a_round_shows_weight_likeliest_tokens_and_both_futures_of_its_critical_states(ran: Path) -> None:
+    page, bank = gather([find(ran)]), load_bank(run_home(ran))
+    [first] = [one for one in page.candidates if one.name == "round 1"]
+    places = {one.id: place for place, one in enumerate(page.prompts)}
+    rows = pq.read_table(run_home(ran) / "prompts.parquet").to_pylist()
+    place_of = {row["ordinal"]: places[row["id"]] for row in rows}
+    assert bank.critical.sum() > 3
+    for row in range(len(bank)):
+        response = first.responses[place_of[int(bank.prompt[row])]]
+        assert response is not None
+        states, at = response.states, int(bank.t[row]) - 1
+        assert states is not None
+        assert states.critical[at] == bank.critical[row]
+        top, futures = states.top[at], states.futures[at]
+        if not bank.critical[row]:
+            assert (top, futures) == (None, None)
+            continue
+        assert top is not None
+        assert futures is not None
+        assert (top.dense[0][0], top.quantized[0][0]) == (bank.reference[row], bank.quantized[row])
+        assert (futures.reference[0], futures.competitor[0]) == (bank.reference[row], bank.competitor[row])
+        assert futures.continued_by == "Q"
+        reach = int(bank.horizon[row])
+        assert sum(futures.apart[:reach]) / max(reach, 1) == pytest.approx(float(bank.consequence[row]), abs=1e-6)
+        assert states.weight[at] == bank.weight[row] > 0
+
+
+def test_the_critical_states_that_weigh_most_are_kept() -> None:
+    weight, risk = np.array([0.2, 0, 0.3, 0.3, 0.2], np.float32), np.array([1, 9, 1, 2, 3], np.float32)
+    states = plain_states(5).with_columns(weight=weight, risk=risk, critical=weight > 0)
+    kept = [weightiest(states, most).tolist() for most in (0, 1, 2, 3, 9)]
+    assert kept == [[], [3], [2, 3], [2, 3, 4], [0, 2, 3, 4]]
+
+
+def test_the_dense_models_answers_stand_beside_rounds_on_them(ran: Path) -> None:
+    recipe = Recipe().with_overrides({"follow.policy": "dense"})
+    rollouts = {one.prompt: one for one in load_trajectories(run_home(ran))}
+    held_out = dense_answers(run_home(ran), Recipe())
+    assert dense_answers(run_home(ran), recipe) == {**held_out, **rollouts}
+    assert not held_out.keys() & rollouts.keys()
 
 
 def test_a_run_keeps_task_question_and_reference_of_its_prompts(ran: Path, small: Path, tmp_path: Path) -> None:

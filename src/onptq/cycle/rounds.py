@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from onptq.bank import MISMATCH, NEAR_MISS, States, Trajectory, read_trajectories, write_trajectories
-from onptq.cycle.branch import branch
+from onptq.cycle.branch import Seen, branch
 from onptq.cycle.calibrate import Holdout, Progress, calibrate, order_seed
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
@@ -34,12 +34,29 @@ TRAJECTORIES = Codec(write_trajectories, read_trajectories)
 STATES = Codec(States.write, States.read)
 
 
+class Keeper(Protocol):
+    """Keeps of a round what those look at who want to see its decisions, beside the bank."""
+
+    def branching(self) -> Seen | None:
+        """What the futures of the round's states are shown to."""
+
+    def keep(self, cycle: Cycle, k: int, trajectories: Sequence[Trajectory], states: States) -> None:
+        """Keep what is wanted of the selected states, while Q still is that of the round."""
+
+
 class Cycle:
     """One run of the cycle. Every step is read back if an earlier process finished it, and computed otherwise."""
 
-    def __init__(self, inputs: Inputs, recipe: Recipe, run: Run, reporter: Reporter) -> None:
+    def __init__(
+        self, inputs: Inputs, recipe: Recipe, run: Run, reporter: Reporter, keeper: Keeper | None = None
+    ) -> None:
         self.inputs, self.recipe, self.run, self.reporter = inputs, recipe, run, reporter
-        self.policy, self.prefixes = inputs.policy, inputs.prefixes
+        self.policy, self.prefixes, self.keeper = inputs.policy, inputs.prefixes, keeper
+
+    @property
+    def continued_by(self) -> Side:
+        """The side that continues both tokens of a decision."""
+        return "Q"
 
     def rounds(self, theta: Theta) -> Theta:
         """theta^(R), from theta^(0): the algorithm of appendix A."""
@@ -103,7 +120,10 @@ class Cycle:
                 return score(states, recipe.risk)
             if recipe.branches:
                 states = self.branch(k, trajectories, states)
-            return select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
+            selected = select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
+            if self.keeper is not None:
+                self.keeper.keep(self, k, trajectories, selected)
+            return selected
 
         states = self.run.step(f"rounds/{k}/bank.parquet", STATES, compute)
         self.run.file(compared).unlink(missing_ok=True)
@@ -125,10 +145,12 @@ class Cycle:
                 trajectories,
                 states,
                 horizon=self.recipe.branch.horizon,
+                side=self.continued_by,
                 divergence=self.recipe.risk.divergence,
                 eos_as_max=self.recipe.branch.eos_as_max,
                 count_forced=self.recipe.branch.count_forced,
                 everywhere=everywhere,
+                seen=None if self.keeper is None else self.keeper.branching(),
                 advance=bar.advance,
             )
 

@@ -111,4 +111,4 @@ def _consequences(states: Bank, details: Sequence[Detail | None]) -> list[float 
 def _futures(detail: Detail | None) -> Futures | None:
     if detail is None or detail.future is None:
         return None
-    return Futures(*detail.future, continued_by="D")
+    return Futures(*detail.future)

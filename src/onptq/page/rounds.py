@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,68 +12,35 @@ import numpy as np
 import pyarrow.parquet as pq
 import yaml
 
-from onptq.bank import BANK, ROLLOUTS, Trajectory, read_trajectories
-from onptq.bank import States as Bank
 from onptq.checkpoint.folder import CONFIG
-from onptq.cycle.rounds import DENSE_ANSWERS
 from onptq.data.prompts import Media as Source
 from onptq.errors import OnPTQError
 from onptq.evaluate.asked import Asked
 from onptq.evaluate.damage import damage_measures
-from onptq.evaluate.details import Detail, read_details, scored
-from onptq.evaluate.heldout_details import HELD_OUT_DETAILS, HELD_OUT_MISMATCHES
+from onptq.evaluate.details import Detail, scored
 from onptq.evaluate.metrics import behaviour_measures, labels
-from onptq.evaluate.model_card import HELD_OUT, init_kept
 from onptq.evaluate.report import caveats
 from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.token_texts import TokenTexts
 from onptq.files import read_json
 from onptq.page.chat import asked_from
 from onptq.page.collect import ids_of, kinds_of, measures_of
-from onptq.page.contract import Answer, Candidate, Figure, Kind, MessagePart, Page, Question, Response, Turn
+from onptq.page.contract import Answer, Candidate, Figure, MessagePart, Page, Question, Response, Turn
 from onptq.page.media import BUDGET, Album
 from onptq.page.provenance import how_made, served_by
-from onptq.page.responses import Details, kinds, respond, spoken
+from onptq.page.responses import respond, spoken
+from onptq.page.stages import ROUND, Answers, Stage, became, dense_answers, detailed, stages_of
 from onptq.page.verdict import verdict
 from onptq.recipe import Recipe
-from onptq.registry import FAMILIES, METHODS
+from onptq.registry import FAMILIES
 from onptq.run import RECORD, SUMMARY
 from onptq.version import __version__
 
-HELD_OUT_ROLLOUTS = f"holdout_{ROLLOUTS}"
 NOTE = (
     "The dense model's own answers are kept of held-out prompts. Where an answer to a calibration prompt leaves them is its "
     "first changed decision; up to there both models say the same."
 )
-Answers = Mapping[int, Trajectory]
-NO_ANSWERS: Answers = {}
-ROUND = "round "
 MOST = 8192  # states of a round
-
-
-@dataclass(frozen=True)
-class Visit:
-    """Responses and their states, as one file each has them."""
-
-    trajectories: Mapping[int, Trajectory]
-    states: Bank
-    rows: Mapping[int, Any]
-
-    @classmethod
-    def read(cls, trajectories: Path, states: Path) -> Visit:
-        bank = Bank.read(states)
-        return cls({one.prompt: one for one in read_trajectories(trajectories)}, bank, bank.rows_by_prompt())
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a run looked at: one theta on one set of prompts, with what became of its states later."""
-
-    name: str
-    how: str
-    visit: Visit
-    later: Sequence[Visit] = ()
-    details: Details = field(default_factory=dict)
 
 
 def collect_run(home: Path, checkpoint: Path) -> Page:
@@ -82,9 +49,9 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
     if not (home / SUMMARY).is_file():
         raise OnPTQError(f"the run in {home} is not finished; the same `onptq quantize` goes on with it")
     recipe, summary = Recipe.model_validate(record["recipe"]), read_json(home / SUMMARY)
-    stages = [_detailed(stage, home) for stage in stages_of(home, recipe)]
+    stages = [detailed(stage, home) for stage in stages_of(home, recipe)]
     rows = pq.read_table(home / "prompts.parquet").to_pylist() if (home / "prompts.parquet").is_file() else []
-    dense = _dense_answers(home)
+    dense = dense_answers(home, recipe)
     texts = _texts(checkpoint, rows, stages, dense)
     placeholders = _placeholders(record["model"]["family"], checkpoint, texts)
     asked = [_asked(row, texts, placeholders) for row in rows]
@@ -99,7 +66,7 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
             one.task,
             kinds_of(one),
             album.turns(one, _badness(place, candidates)),
-            spoken(dense[one.ordinal], texts) if one.ordinal in dense else Answer(""),
+            _spoken(one, dense, texts),
             one.reference,
         )
         for place, one in enumerate(asked)
@@ -133,10 +100,11 @@ def with_rounds(page: Page, home: Path, checkpoint: Path) -> Page:
     rows = [row for row in pq.read_table(file).to_pylist() if row["role"] == "calibration"]
     if not stages or not rows:
         return page
-    texts = _texts(checkpoint, rows, stages)
+    dense = dense_answers(home, recipe)
+    texts = _texts(checkpoint, rows, stages, dense)
     placeholders = _placeholders(record["model"]["family"], checkpoint, texts)
     asked = [_asked(row, texts, placeholders) for row in rows]
-    rounds = [_candidate(stage, recipe, asked, texts, None) for stage in stages]
+    rounds = [_candidate(stage, recipe, asked, texts, None, dense) for stage in stages]
     shown = [place for place in range(len(asked)) if any(one.responses[place] is not None for one in rounds)]
     album = Album(BUDGET - sum(len(one.src or "") for one in page.media))
     prompts = [
@@ -145,7 +113,7 @@ def with_rounds(page: Page, home: Path, checkpoint: Path) -> Page:
             one.task,
             kinds_of(one),
             _behind(page, album.turns(one, _badness(place, rounds))),
-            Answer(""),
+            _spoken(one, dense, texts),
             one.reference,
         )
         for place, one in ((place, asked[place]) for place in shown)
@@ -172,55 +140,13 @@ def _shifted(part: MessagePart, by: int) -> MessagePart:
     return part if part.media is None else replace(part, media=part.media + by)
 
 
-def stages_of(home: Path, recipe: Recipe) -> Iterable[Stage]:
-    """The result first, then what it began as, plain rounding, and the calibration prompts of every round."""
-    rounds = range(recipe.rounds)
-    held_out = [home / f"rounds/{k}" for k in rounds] + [home / "final"]
-    visits = [Visit.read(one / HELD_OUT_ROLLOUTS, one / HELD_OUT) for one in held_out if (one / HELD_OUT).is_file()]
-    init = METHODS.label(recipe.init)
-    made = how_made({"scheme": recipe.scheme, "method": recipe.init})
-    calibrated = how_made({"scheme": recipe.scheme, "method": recipe.method, "recipe": recipe.model_dump()})
-    if visits and (not recipe.rounds or init_kept(home)):
-        yield Stage("result", made, visits[0], visits[1:])
-    elif visits:
-        yield Stage("result", calibrated, visits[-1])
-        yield Stage(f"init ({init})", made, visits[0], visits[1:])
-    rtn = home / "rtn/final"
-    if (rtn / HELD_OUT).is_file():
-        how = how_made({"scheme": recipe.scheme, "method": "rtn"})
-        yield Stage("rtn", how, Visit.read(rtn / HELD_OUT_ROLLOUTS, rtn / HELD_OUT))
-    folders = [home / f"rounds/{k}" for k in (rounds if recipe.refresh else rounds[:1])]
-    banks = [Visit.read(one / ROLLOUTS, one / BANK) for one in folders if (one / BANK).is_file()]
-    for k, bank in enumerate(banks):
-        how = f"The calibration prompts of round {k + 1}, with the states it selected."
-        yield Stage(f"{ROUND}{k + 1}", how, bank, banks[k + 1 :])
-
-
-def became(visit: Visit, prompt: int, later: Sequence[Visit]) -> list[list[Kind | None]]:
-    """Of every state of a response, its kind in later visits; None where these did not come to the exact prefix."""
-    tokens = visit.trajectories[prompt].tokens
-    columns = [_kinds_there(tokens, other, prompt) for other in later]
-    return [[column[place] for column in columns] for place in range(len(tokens))]
-
-
-def _kinds_there(tokens: Sequence[int], other: Visit, prompt: int) -> list[Kind | None]:
-    if prompt not in other.trajectories or prompt not in other.rows:
-        return [None] * len(tokens)
-    theirs, there = other.trajectories[prompt].tokens, kinds(other.states.kind[other.rows[prompt]])
-    found: list[Kind | None] = []
-    for place in range(len(tokens)):
-        same = place < len(there) and tokens[:place] == theirs[:place]
-        found.append(there[place] if same else None)
-    return found
-
-
 def _candidate(
     stage: Stage,
     recipe: Recipe,
     asked: Sequence[Asked],
     texts: TokenTexts,
     size: int | None,
-    dense: Answers = NO_ANSWERS,
+    dense: Answers,
 ) -> Candidate:
     responses = [_response(stage, one.ordinal, texts, dense) for one in asked]
     said, is_round = verdict(responses, None, Resampler(recipe.seed)), stage.name.startswith(ROUND)
@@ -284,31 +210,15 @@ def _response(stage: Stage, prompt: int, texts: TokenTexts, dense: Answers) -> R
         return None
     states = visit.states.take(visit.rows[prompt])
     states = states if states.risk.any() else scored(states, None)
-    response = respond(dense.get(prompt), visit.trajectories[prompt], states, stage.details, texts)
+    known = None if stage.name.startswith(ROUND) else dense.get(prompt)  # in a round it may be the response itself
+    response = respond(known, visit.trajectories[prompt], states, stage.details, texts)
     if stage.later and response.states is not None:
         columns = became(visit, prompt, stage.later)
         response = replace(response, states=replace(response.states, became=columns))
     return response
 
 
-def _detailed(stage: Stage, home: Path) -> Stage:
-    """The result with what was kept of its states; other stages as they are."""
-    files = home / HELD_OUT_MISMATCHES, home / HELD_OUT_DETAILS
-    if stage.name != "result" or not all(file.is_file() for file in files):
-        return stage
-    visit = replace(stage.visit, states=scored(stage.visit.states, Bank.read(files[0])))
-    return replace(stage, visit=visit, details=read_details(files[1]))
-
-
-def _dense_answers(home: Path) -> Answers:
-    """The dense model's own answers to held-out prompts, by prompt; older runs have none."""
-    file = home / DENSE_ANSWERS
-    return {one.prompt: one for one in read_trajectories(file)} if file.is_file() else NO_ANSWERS
-
-
-def _texts(
-    checkpoint: Path, rows: Sequence[Mapping[str, Any]], stages: Sequence[Stage], dense: Answers = NO_ANSWERS
-) -> TokenTexts:
+def _texts(checkpoint: Path, rows: Sequence[Mapping[str, Any]], stages: Sequence[Stage], dense: Answers) -> TokenTexts:
     """The texts of all ids, from the tokenizer of the checkpoint; none where it is gone."""
     ids = {token for row in rows for token in row["input_ids"]}
     ids.update(token for one in dense.values() for token in one.tokens)
@@ -356,6 +266,11 @@ def _media(row: Mapping[str, Any]) -> Source:
 
 def _badness(place: int, candidates: Sequence[Candidate]) -> float:
     return max((_risk(one.responses[place]) for one in candidates), default=0.0)
+
+
+def _spoken(asked: Asked, dense: Answers, texts: TokenTexts) -> Answer:
+    """The dense model's answer; empty where nobody kept one."""
+    return spoken(dense[asked.ordinal], texts) if asked.ordinal in dense else Answer("")
 
 
 def _risk(response: Response | None) -> float:
