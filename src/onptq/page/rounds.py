@@ -31,6 +31,7 @@ from onptq.page.provenance import how_made, served_by
 from onptq.page.responses import respond, spoken
 from onptq.page.stages import ROUND, Answers, Stage, became, dense_answers, detailed, stages_of
 from onptq.page.verdict import verdict
+from onptq.page.worst import badness_of_prompt, riskiest
 from onptq.recipe import Recipe
 from onptq.registry import FAMILIES
 from onptq.run import RECORD, SUMMARY
@@ -65,7 +66,7 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
             one.id,
             one.task,
             kinds_of(one),
-            album.turns(one, _badness(place, candidates)),
+            album.turns(one, badness_of_prompt(place, candidates)),
             _spoken(one, dense, texts),
             one.reference,
         )
@@ -112,7 +113,7 @@ def with_rounds(page: Page, home: Path, checkpoint: Path) -> Page:
             one.id,
             one.task,
             kinds_of(one),
-            _behind(page, album.turns(one, _badness(place, rounds))),
+            _behind(page, album.turns(one, badness_of_prompt(place, rounds))),
             _spoken(one, dense, texts),
             one.reference,
         )
@@ -151,7 +152,7 @@ def _candidate(
     responses = [_response(stage, one.ordinal, texts, dense) for one in asked]
     said, is_round = verdict(responses, None, Resampler(recipe.seed)), stage.name.startswith(ROUND)
     if is_round:
-        responses = _riskiest(responses)
+        responses = riskiest(responses, MOST)
     states = stage.visit.states
     ordinals = sorted(stage.visit.rows)
     responses_there = [stage.visit.trajectories[prompt] for prompt in ordinals]
@@ -173,19 +174,6 @@ def _candidate(
         responses=responses,
         aside=is_round,
     )
-
-
-def _riskiest(responses: Sequence[Response | None], most: int = MOST) -> list[Response | None]:
-    """The responses with the riskiest states while they have no more than so many; None for the others."""
-    left, kept = most, set()
-    for place in sorted(range(len(responses)), key=lambda place: -_risk(responses[place])):
-        own = responses[place]
-        count = len(own.states.kind) if own is not None and own.states is not None else 0
-        if count > left:
-            break
-        left -= count
-        kept.add(place)
-    return [one if place in kept else None for place, one in enumerate(responses)]
 
 
 def _unanswered(recipe: Recipe, size: int | None, prompts: int) -> Candidate:
@@ -264,15 +252,6 @@ def _media(row: Mapping[str, Any]) -> Source:
     return Source(None if row["path"] is None else Path(row["path"]), row["sha256"], row["bytes"])
 
 
-def _badness(place: int, candidates: Sequence[Candidate]) -> float:
-    return max((_risk(one.responses[place]) for one in candidates), default=0.0)
-
-
 def _spoken(asked: Asked, dense: Answers, texts: TokenTexts) -> Answer:
     """The dense model's answer; empty where nobody kept one."""
     return spoken(dense[asked.ordinal], texts) if asked.ordinal in dense else Answer("")
-
-
-def _risk(response: Response | None) -> float:
-    """The highest risk of its states."""
-    return 0.0 if response is None or response.states is None else max(response.states.risk, default=0.0)
