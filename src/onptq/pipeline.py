@@ -359,6 +359,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
         "scheme": str(job.scheme),
         "method": job.recipe.method,
         "model": job.source.name,
+        "dense": {"bytes": sum(shard.stat().st_size for shard in job.source.shards)},
         "unfolded": list(cycle.policy.unfolded),
         "prompts": {"calibration": len(job.prompts.calibration), "holdout": len(job.prompts.holdout)},
         "rounds": ranks.lead(lambda: [cycle.figures(k) for k in range(job.recipe.rounds)]),

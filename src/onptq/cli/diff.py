@@ -96,7 +96,7 @@ def diff(
             metavar="PERCENT",
             min=0,
             max=100,
-            help="Exit with 1 if more answers than that changed clearly: where the dense model was sure, or in content.",
+            help="Exit with 1 if more answers than that changed clearly: not at a near tie, or in content.",
         ),
     ] = None,
     calibration: Annotated[

@@ -44,9 +44,10 @@ from onptq.page.contract import (
     Response,
     States,
 )
+from onptq.page.costs import COSTS, cost_figures, costs_of_run
 from onptq.page.linear_plot import erosion_by_linear
 from onptq.page.media import Album
-from onptq.page.provenance import how_made, served_by
+from onptq.page.provenance import display, how_made, served_by
 from onptq.page.responses import Details, respond, spoken
 from onptq.page.verdict import flips_of, verdict
 from onptq.page.worst import badness_of_item, badness_of_prompt
@@ -56,10 +57,10 @@ from onptq.version import __version__
 
 WORDS = "word errors"  # a measure of items of which less is better
 UNITS = {"kl": "nats", "js": "nats", "erosion": "logits", "first_fork": "tokens", "critical_erosion": "logits"}
-COSTS = {"seconds": Measure("time to make it", "s", True), "peak": Measure("peak memory", "GB", True)}
 NOTES = (
-    f"An answer parts where the dense model was sure if that model's own margin between the two tokens was at least {NEAR_TIE} "
-    "logits there. A short answer of other words, or one that is graded otherwise, says something else.",
+    f"An answer changes clearly if, where it leaves the dense model's, that model itself preferred its own token by at least "
+    f"{NEAR_TIE} logits; below, it is a near tie. A short answer of other words, or one graded otherwise, says something else. "
+    "Brackets are 95% intervals.",
     "Risk: the erosion of a decision's margin, amplified by its consequence where that was measured, plus the divergence of both "
     "models. Consequence: how far the dense model sees the next 16 tokens apart behind the two tokens; it continues both itself.",
 )
@@ -199,7 +200,7 @@ def _candidate(
     plot = erosion_by_linear(files.attributions[name]) if name in files.attributions else None
     return Candidate(
         name,
-        shown(name) if scheme else name,
+        display(shown(name)) if scheme else name,
         how_made(identity),
         verdict(responses, flips, resampler),
         figures | _costs(result.cost, name, files),
@@ -215,11 +216,9 @@ def _candidate(
 
 def _costs(cost: Mapping[str, Any], name: str, files: Files) -> dict[str, Figure]:
     """Seconds and peak memory of the candidate's calibration, where these are known."""
-    peak, seconds, run = cost.get("peak_bytes"), cost.get("seconds"), files.folder.parent / SUMMARY
-    if "theta" in files.identities[name] and run.is_file():
-        seconds = sum(read_json(run)["seconds"].values())
-    found = {"seconds": seconds, "peak": None if peak is None else peak / 1e9}
-    return {name: Figure(value) for name, value in found.items() if value is not None}
+    if "theta" in files.identities[name] and (files.folder.parent / SUMMARY).is_file():
+        return costs_of_run(files.folder.parent)
+    return cost_figures(cost.get("seconds"), cost.get("peak_bytes"))
 
 
 def _identity(name: str, files: Files) -> Mapping[str, Any]:

@@ -59,7 +59,7 @@ def change(response: Response, content: bool) -> Change:
 
 
 def parts_clearly(response: Response) -> bool:
-    """Whether the answers part where the dense model was sure of its own token."""
+    """Whether the answers part where the dense model clearly preferred its own token."""
     states, place = response.states, response.fork
     if states is None or place is None or place >= len(states.kind):
         return False

@@ -24,8 +24,9 @@ from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.token_texts import TokenTexts
 from onptq.files import read_json
 from onptq.page.chat import asked_from
-from onptq.page.collect import ids_of, kinds_of, measures_of
+from onptq.page.collect import NOTES, ids_of, kinds_of, measures_of
 from onptq.page.contract import Answer, Candidate, Figure, MessagePart, Page, Question, Response, Turn
+from onptq.page.costs import COSTS, costs_of_run
 from onptq.page.media import BUDGET, Album
 from onptq.page.provenance import how_made, served_by
 from onptq.page.responses import respond, spoken
@@ -57,9 +58,10 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
     placeholders = _placeholders(record["model"]["family"], checkpoint, texts)
     asked = [_asked(row, texts, placeholders) for row in rows]
     size = (summary.get("checkpoint") or {}).get("bytes")
-    candidates = [_candidate(stage, recipe, asked, texts, size, dense) for stage in stages] or [
-        _unanswered(recipe, size, len(asked))
-    ]
+    candidates = [_candidate(stage, recipe, asked, texts, size, dense) for stage in stages]
+    candidates = candidates or [_unanswered(recipe, size, len(asked))]
+    result = candidates[0]
+    candidates[0] = replace(result, figures={**result.figures, **costs_of_run(home)})
     album = Album()
     prompts = [
         Question(
@@ -81,8 +83,9 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
         prompts=prompts,
         media=album.media(),
         tokens={token: texts.shown(token) for token in ids_of(prompts, candidates)},
-        measures=measures_of({"labels": {name: asdict(label) for name, label in labels([]).items()}}),
-        notes=[NOTE, *caveats({}, held_out)],
+        measures=measures_of({"labels": {name: asdict(label) for name, label in labels([]).items()}}) | COSTS,
+        notes=[NOTE, *NOTES, *caveats({}, held_out)],
+        dense_bytes=(summary.get("dense") or {}).get("bytes"),
         version=__version__,
     )
 
@@ -169,7 +172,7 @@ def _candidate(
         said,
         {name: Figure(one.value, one.low, one.high) for name, one in found.items()},
         recipe.scheme,
-        size if is_result else None,
+        None if is_round else size,  # held-out prompts are answered by models of one scheme
         served_by(recipe.scheme) if is_result else (),
         responses=responses,
         aside=is_round,
