@@ -19,8 +19,8 @@ from onptq.cli.drawing import (
     largest_data,
     needs_calibration,
     origin,
+    unseen,
     usable_by,
-    warn_of_repeats,
 )
 from onptq.cli.report import FORMATS, TOP, page_of_results, print_page, report_differences
 from onptq.cli.report_tables import print_report
@@ -139,7 +139,7 @@ def compare(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="Preset of the candidates built here: light, default, best, paper or zoo.",
+            help="Preset of the candidates built here: light, default, best, risk, paper or zoo.",
             show_default=PRESET_DEFAULT,
         ),
     ] = None,
@@ -217,7 +217,7 @@ def compare(
     followed = behaviour_prompts(
         family, manifest, PROMPTS if prompts is None else prompts, split, data.holdout, reporter, usable
     )
-    warn_of_repeats(followed, [*calibrating, *held_out], reporter)
+    followed = unseen(followed, [*calibrating, *held_out], reporter)
     report = compare_models(
         source,
         parsed,
