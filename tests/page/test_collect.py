@@ -416,7 +416,11 @@ def test_a_state_has_its_details_where_they_are_kept() -> None:
     assert found is not None
     assert [one and one.dense for one in found.top] == [None, [(1, 1.0)]]
     assert [one and one.apart for one in found.futures] == [None, [0.5]]
-    assert found.consequence == [None, 0.0]
+    assert found.consequence == [None, 0.5]
+    ended = Detail([(1, 1.0)], [(2, 1.0)], Future([1, 4], [2, 3, 5], [0.5, 0.0, 0.0]))
+    found = respond(None, Trajectory(0, (1, 2), True), plain_states(2), {(0, 1): ended}, TEXTS).states
+    assert found is not None
+    assert found.consequence == [0.5, None]
 
 
 def responses(*changes: str) -> list[Response]:

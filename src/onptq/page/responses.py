@@ -102,7 +102,7 @@ def kinds(column: Column) -> list[Kind]:
 def _consequences(states: Bank, details: Sequence[Detail | None]) -> list[float | None]:
     """The consequence of the states that were branched: those with a common horizon or a value, and those with a future."""
     rows = zip(states.consequence.tolist(), states.horizon.tolist(), details, strict=True)
-    return [value if value or horizon else one and _apart(one.future) for value, horizon, one in rows]
+    return [value if value or horizon else _apart(one.future if one else None) for value, horizon, one in rows]
 
 
 def _apart(future: Future | None) -> float | None:
