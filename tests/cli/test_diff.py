@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,11 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 import onptq
 from onptq.cli import app
+from onptq.evaluate.candidates import folder_name
 from onptq.recipe import Recipe
 
 LENGTH = 6  # tokens of an answer
@@ -42,7 +45,16 @@ def checkpoint(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compared(small: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     out = tmp_path_factory.mktemp("diff") / "out"
-    arguments = [small, f"mine={checkpoint}", "rtn:W3A8", "--manifest", small / "prompts.jsonl"]
+    home = checkpoint.with_name("w3a8-run")
+    arguments = [
+        small,
+        f"mine={home}",
+        "rtn:W3A8",
+        "--manifest",
+        small / "prompts.jsonl",
+        "--set",
+        "report.detail=full",
+    ]
     return out, call(*arguments, "--max-tokens", LENGTH, "--out", out, "--device", "cpu")
 
 
@@ -71,6 +83,21 @@ def test_a_checkpoint_and_the_method_that_made_it_change_the_same_answers(compar
     assert mine["answers"] == method["answers"] == 6
     assert mine["changed"] > 0
     assert mine["differences"] == method["differences"]
+
+
+def test_every_state_is_kept_where_that_is_asked_for(compared: tuple[Path, Any]) -> None:
+    out, _ = compared
+    for name in json.loads((out / "differences.json").read_text())["candidates"]:
+        home = out / "onptq/candidates" / folder_name(name["name"])
+        states, details = (pq.read_table(home / f"{name}.parquet").num_rows for name in ("states", "details"))
+        assert states == details > 6
+
+
+def test_a_run_without_its_checkpoint_is_refused(compared: tuple[Path, Any], checkpoint: Path, tmp_path: Path) -> None:
+    home = shutil.copytree(checkpoint.with_name("w3a8-run"), tmp_path / "gone-run")
+    text = refused(checkpoint, home, "--out", tmp_path / "out")
+    assert "gone-run holds a run, and" in text
+    assert "expected the folder of a checkpoint" in text
 
 
 def test_a_changed_answer_says_what_was_asked_and_where_it_parts(compared: tuple[Path, Any], small: Path) -> None:
@@ -239,6 +266,13 @@ def test_two_servers_end_with_the_same_page(
     assert lines[-1] == f"Page: {out / 'page.html'}"
     assert '" red" > " blue"' in done.stdout
     assert json.loads((out / "differences.json").read_text())["candidates"][0]["changed"] == 6
+    receipt = json.loads((out / "receipt.json").read_text())
+    assert (receipt["model"]["url"], receipt["model"]["model"]) == (servers[0], "model")
+    assert receipt["prompts"]["count"] == 6
+    [q] = receipt["candidates"]
+    assert (q["name"], q["url"], q["answers"], q["changed"]) == ("q", servers[1], 6, 6)
+    assert (q["positions"], q["top_1_agreement"], q["noise"]) == (12, 0.5, None)
+    assert 0 <= q["kl"]["median"] <= q["kl"]["max"]
     assert "sk-1" not in (out / "page.html").read_text() + (out / "differences.json").read_text()
 
 

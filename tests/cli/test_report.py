@@ -104,6 +104,17 @@ def test_results_on_the_same_prompts_are_shown_side_by_side(compared: Path, smal
     assert all(len(one["responses"]) == len(both["prompts"]) == 4 for one in both["candidates"])
 
 
+def test_a_page_of_several_does_not_replace_another_one(
+    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "page.html").write_text("mine")
+    done = call("report", compared, shutil.copytree(compared, tmp_path / "copy"))
+    assert done.exit_code == 2
+    assert "expected --out FILE" in done.stderr
+    assert (tmp_path / "page.html").read_text() == "mine"
+
+
 def test_results_on_other_prompts_are_refused(compared: Path, quantized: Path, small: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert compare(small, other, "rtn:W4A8", "--prompts", 3).exit_code == 0

@@ -6,7 +6,6 @@ import base64
 import gzip
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,18 @@ from onptq.page.contract import (
 from onptq.page.fit import fitted
 from onptq.page.write import LIMIT, packed, write_page
 
-PROMPTS, LENGTH, VOCABULARY = 128, 64, 30_000
+PROMPTS, LENGTH, VOCABULARY = 128, 48, 30_000
 
 
-def top(rng: np.random.Generator) -> Top:
-    shares = np.sort(rng.dirichlet(np.full(10, 0.3), 2))[:, ::-1].tolist()
-    dense, quantized = (list(zip(rng.integers(0, VOCABULARY, 10).tolist(), one, strict=True)) for one in shares)
-    return Top(dense, quantized)
+def tops(rng: np.random.Generator, length: int) -> list[Top]:
+    """Ten random tokens of both models in every state."""
+    shares = np.sort(rng.dirichlet(np.full(10, 0.3), (length, 2)))[..., ::-1].tolist()
+    tokens = rng.integers(0, VOCABULARY, (length, 2, 10)).tolist()
+    pairs = (
+        [list(zip(*both, strict=True)) for both in zip(*state, strict=True)]
+        for state in zip(tokens, shares, strict=True)
+    )
+    return [Top(*both) for both in pairs]
 
 
 def states(rng: np.random.Generator, length: int, critical: bool) -> States:
@@ -50,14 +54,13 @@ def states(rng: np.random.Generator, length: int, critical: bool) -> States:
         Futures(*rng.integers(0, VOCABULARY, (2, 16)).tolist(), rng.random(16).tolist(), "D") if one == 2 else None
         for one in kind
     ]
-    tops = [top(rng) for _ in range(length)]
     return States(
         **tokens,
         **numbers,
         kind=kind,
         consequence=[None] * length,
         critical=[critical] * length,
-        top=tops,
+        top=tops(rng, length),
         futures=futures,
     )
 
@@ -116,7 +119,7 @@ def test_a_page_of_128_prompts_three_candidates_and_full_detail_is_under_10_mb(t
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    return large_page(8, 80, candidates=1, rounds=1, media_bytes=1000)
+    return large_page(4, 160, candidates=1, rounds=1, media_bytes=1000)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_details_of_rounds_give_way_first(page: Page, share: float, kept: int | 
     mine = details(found, "c0")
     assert mine == kept or (kept is None and 0 < mine < 640)
     assert details(found, "round 1") == round_kept
-    assert len(found["candidates"][0]["responses"][0]["states"]["risk"]) == 80
+    assert len(found["candidates"][0]["responses"][0]["states"]["risk"]) == 160
 
 
 def test_what_fits_is_left_as_it_is_and_what_cannot_is_left_without_details(page: Page) -> None:
@@ -138,4 +141,3 @@ def test_what_fits_is_left_as_it_is_and_what_cannot_is_left_without_details(page
     least = read(fitted(page, 1, packed))
     assert (details(least, "c0"), details(least, "round 1")) == (0, 0)
     assert all(one["src"] is None for one in least["media"])
-    assert fitted(replace(page, candidates=[], media=[]), 1, packed)

@@ -195,11 +195,12 @@ def compare(
     from onptq.data.calibration import check_on_bad_prompt
     from onptq.evaluate.candidates import parse_candidates, with_seeds
     from onptq.evaluate.comparison import compare_models
+    from onptq.page.places import as_candidate
     from onptq.run import check_place
     from onptq.zoo.materials import draw_items
 
     check_on_bad_prompt(on_bad_prompt)
-    parsed = parse_candidates(candidates, recipe, changes or [])
+    parsed = parse_candidates([as_candidate(one) for one in candidates], recipe, changes or [])
     source = find_source(dense)
     family = source.family.name
     folder = Path(f"{short_name(dense)}-compared") if out is None else out

@@ -65,7 +65,7 @@ def diff(
         list[str],
         typer.Argument(
             metavar="QUANTIZED...",
-            help="Checkpoint folders, whoever made them, METHOD:SCHEME to be built here as in `onptq compare`, or addresses "
+            help="Checkpoint folders, whoever made them, the files of runs (DIR-run), METHOD:SCHEME to be built here as in `onptq compare`, or addresses "
             "of OpenAI-compatible servers (vLLM, llama.cpp, SGLang), e.g. http://localhost:8001. NAME= before it names one.",
         ),
     ],
@@ -103,6 +103,14 @@ def diff(
         Path | None,
         typer.Option(help=f"Manifest of prompts to build METHOD:SCHEME with{EMBEDDED_HELP}"),
     ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Change any field of the recipe, e.g. report.detail=full for the likeliest tokens of every state; repeatable.",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     model: Annotated[
         str | None,
@@ -124,7 +132,7 @@ def diff(
         raise OnPTQError(f"--format {form}: expected one of {', '.join(FORMATS)}")
     reporter = make_reporter(quiet, json)
     settings = {"compute.device": device, "follow.max_tokens": max_tokens}
-    recipe = resolve_recipe("zoo" if dense.startswith(ZOO) else None, None, settings, [])
+    recipe = resolve_recipe("zoo" if dense.startswith(ZOO) else None, None, settings, changes or [])
     if are_servers(dense, quantized):
         folder = Path(f"{place_name(dense)}-diff") if out is None else out
         longest, key = recipe.follow.max_tokens, key_in(key_env)
@@ -134,7 +142,9 @@ def diff(
     else:
         refuse_server_options(model, key_env)
         folder = Path(f"{short_name(dense)}-diff") if out is None else out
-        page, path = _of_models(dense, quantized, folder, manifest, prompts, calibration, recipe, reporter)
+        page, path = _of_models(
+            dense, quantized, folder, manifest, prompts, calibration, recipe, changes or [], reporter
+        )
     report_differences(page, path, form, top, quiet, json, reporter)
     _fail(page, fail_above)
 
@@ -147,6 +157,7 @@ def _of_models(
     count: int | None,
     calibration: Path | None,
     recipe: Recipe,
+    changes: Sequence[str],
     reporter: Reporter,
 ) -> tuple[Page, Path]:
     """The page of the named candidates, and the file of the whole one."""
@@ -157,10 +168,10 @@ def _of_models(
     from onptq.evaluate.candidates import parse_candidates
     from onptq.evaluate.comparison import compare_models
     from onptq.page.make import gather, make
-    from onptq.page.places import find
+    from onptq.page.places import as_candidate, find
     from onptq.run import check_place
 
-    parsed = parse_candidates(quantized, recipe)
+    parsed = parse_candidates([as_candidate(one) for one in quantized], recipe, changes)
     source = find_source(dense)
     family = source.family.name
     choose_device(recipe.compute.device)

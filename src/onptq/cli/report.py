@@ -30,7 +30,7 @@ def report(
         Path | None,
         typer.Option(
             help="File of the page.",
-            show_default="page.html beside the results; of several DIRs, in the current folder",
+            show_default="page.html beside the results; of several DIRs, in the current folder, unless one is there",
         ),
     ] = None,
     pictures: Annotated[

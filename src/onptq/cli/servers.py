@@ -56,7 +56,9 @@ def compare_servers(
 ) -> tuple[Page, Path]:
     """The page of the servers' answers to the prompts of a manifest, and the file it was written into."""
     from onptq.data.manifest import load_manifest
-    from onptq.page.endpoints import compare_endpoints
+    from onptq.page.chat_server import ChatServer
+    from onptq.page.endpoint_receipt import receipt_of_servers
+    from onptq.page.endpoints import endpoints_of, page_of_servers
     from onptq.page.make import deliver
     from onptq.page.places import PAGE
     from onptq.run import HOME
@@ -67,21 +69,14 @@ def compare_servers(
         raise OnPTQError(f"{folder} holds something else than a comparison of servers: choose another --out")
     asked = load_manifest(manifest, limit=count, note=reporter.note)
     try:
-        page = compare_endpoints(
-            dense,
-            quantized,
-            asked,
-            max_tokens=max_tokens,
-            origin=f"prompts of {manifest.name}",
-            model=model,
-            key=key,
-            timeout=timeout,
-            reporter=reporter,
-        )
+        endpoints = endpoints_of(dense, quantized)
+        servers = [ChatServer(one.url, model=model, key=key, timeout=timeout) for one in endpoints]
+        page = page_of_servers(endpoints, servers, asked, max_tokens, f"prompts of {manifest.name}", reporter)
     except KeyboardInterrupt:
         typer.echo("interrupted: answers of servers are not kept, the same command asks them again", err=True)
         raise typer.Exit(130) from None
-    deliver(page, folder / PAGE)
+    models = [server.model for server in servers]
+    deliver(page, folder / PAGE, receipt_of_servers(page, endpoints, models, asked, max_tokens))
     return page, folder / PAGE
 
 

@@ -81,12 +81,30 @@ def compare_endpoints(
 
     Endpoints are URL or NAME=URL. `model` is what all servers call their model, where one serves several; `key` is sent to all.
     """
-    reporter = reporter or QuietReporter()
+    endpoints = endpoints_of(dense, quantized)
+    servers = [ChatServer(one.url, model=model, key=key, timeout=timeout) for one in endpoints]
+    return page_of_servers(endpoints, servers, prompts, max_tokens, origin, reporter or QuietReporter())
+
+
+def endpoints_of(dense: str, quantized: Sequence[str]) -> list[Endpoint]:
+    """The servers that are named, the dense model's first; two of one name are refused."""
     endpoints = [Endpoint.parse(text) for text in (dense, *quantized)]
     names = [one.name for one in endpoints]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise OnPTQError(f"{', '.join(sorted(repeated))} is given more than once; expected different servers: NAME=URL")
-    servers = [ChatServer(one.url, model=model, key=key, timeout=timeout) for one in endpoints]
+    return endpoints
+
+
+def page_of_servers(
+    endpoints: Sequence[Endpoint],
+    servers: Sequence[ChatServer],
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    origin: str,
+    reporter: Reporter,
+) -> Page:
+    """The page of the answers of reached servers."""
+    names = [one.name for one in endpoints]
     replies = ask(servers, prompts, max_tokens, reporter)
     silent = [
         server.url

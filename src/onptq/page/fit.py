@@ -24,10 +24,11 @@ def fitted(page: Page, room: int, pack: Callable[[Page], str]) -> str:
     if len(packed) <= room:
         return packed
     media = sum(len(one.src or "") for one in page.media)
-    for bare in _thinner(replace(page, media=[replace(one, src=None) for one in page.media])):
+    bare = replace(page, media=[replace(one, src=None) for one in page.media])
+    size, thinner = len(packed) - media, _thinner(bare)  # in base64 media hardly grow or shrink
+    while size + min(media, FOR_MEDIA) > room and (thinned := next(thinner, None)) is not None:
+        bare = thinned
         size = len(pack(bare))
-        if size + min(media, FOR_MEDIA) <= room:
-            break
     left = room - size
     while True:
         packed = pack(_with_media(bare, page, left))
@@ -38,7 +39,6 @@ def fitted(page: Page, room: int, pack: Callable[[Page], str]) -> str:
 
 def _thinner(page: Page) -> Iterator[Page]:
     """The page with less and less of what is kept of single states."""
-    yield page
     page = _each(page, True, lambda one: _heaviest(one, ROUND_DETAILS))
     yield page
     page = _each(page, True, lambda one: _only(one, lambda states, at: False))

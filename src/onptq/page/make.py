@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from onptq.errors import OnPTQError
 from onptq.evaluate.candidates import folder_name
 from onptq.files import atomically
 from onptq.files import to_json as as_json
@@ -29,15 +31,17 @@ def make(folders: Sequence[Path], out: Path | None = None) -> Path:
     """
     places = [find(folder) for folder in folders]
     path = page_of(places) if out is None else out
-    deliver(with_plots(gather(places), places), path)
-    if len(places) == 1:
-        _write(beside(path, RECEIPT), as_json(receipt(places[0]), indent=2) + "\n")
+    if out is None and len(places) > 1 and path.exists():
+        raise OnPTQError(f"{path} is in this folder already, and may be of something else; expected --out FILE")
+    deliver(with_plots(gather(places), places), path, receipt(places[0]) if len(places) == 1 else None)
     return path
 
 
-def deliver(page: Page, path: Path) -> None:
-    """Write the page and, beside it, all changed answers in Markdown and as JSON."""
+def deliver(page: Page, path: Path, record: Mapping[str, Any] | None = None) -> None:
+    """Write the page and, beside it, its receipt and all changed answers in Markdown and as JSON."""
     write_page(page, path)
+    if record is not None:
+        _write(beside(path, RECEIPT), as_json(record, indent=2) + "\n")
     _write(beside(path, MARKDOWN), to_markdown(page))
     _write(beside(path, JSON), to_json(page))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from onptq.checkpoint.folder import CONFIG
 from onptq.errors import OnPTQError
 from onptq.evaluate.baselines import FOLDER
 from onptq.evaluate.comparison import REPORT_JSON
@@ -75,6 +76,20 @@ def checkpoint_of(home: Path) -> Path:
     """The folder of the checkpoint that belongs to the files of a run."""
     named = home if home.name else home.absolute()
     return named.parent if named.name == HOME else named.with_name(named.name.removesuffix("-run"))
+
+
+def as_candidate(text: str) -> str:
+    """The candidate as it is named, but by its checkpoint where the files of its run (DIR-run) are named."""
+    name, separator, body = text.rpartition("=")
+    home = Path(body)
+    if not (home / RECORD).is_file() or (home / CONFIG).is_file() or is_comparison_record(home / RECORD):
+        return text
+    checkpoint = checkpoint_of(home)
+    if not (checkpoint / CONFIG).is_file():
+        raise OnPTQError(
+            f"{home} holds a run, and {checkpoint} no checkpoint of it; expected the folder of a checkpoint"
+        )
+    return f"{name}{separator}{checkpoint}"
 
 
 def page_of(places: Sequence[Place]) -> Path:
