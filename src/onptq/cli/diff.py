@@ -65,8 +65,9 @@ def diff(
         list[str],
         typer.Argument(
             metavar="QUANTIZED...",
-            help="Checkpoint folders, whoever made them, the files of runs (DIR-run), METHOD:SCHEME to be built here as in `onptq compare`, or addresses "
-            "of OpenAI-compatible servers (vLLM, llama.cpp, SGLang), e.g. http://localhost:8001. NAME= before it names one.",
+            help="Checkpoint folders, whoever made them, the files of runs (DIR-run), METHOD:SCHEME to be built here as in "
+            "`onptq compare`, or addresses of OpenAI-compatible servers (vLLM, llama.cpp, SGLang), e.g. http://localhost:8001. "
+            "NAME= before it names one.",
         ),
     ],
     manifest: Annotated[

@@ -22,7 +22,9 @@ def receipt_of_servers(
     """Addresses, what the servers call their models, the hash of the prompts, and of every candidate how far it is.
 
     KL is that of the states up to the first fork, a lower bound; how often a server contradicts itself was not measured."""
-    servers = [{"name": one.name, "url": one.url, "model": model} for one, model in zip(endpoints, models, strict=True)]
+    servers: list[dict[str, Any]] = [
+        {"name": one.name, "url": one.url, "model": model} for one, model in zip(endpoints, models, strict=True)
+    ]
     return {
         "format": FORMAT,
         "model": servers[0],
@@ -33,10 +35,10 @@ def receipt_of_servers(
     }
 
 
-def _figures(candidate: Candidate) -> Mapping[str, Any]:
+def _figures(candidate: Candidate) -> dict[str, Any]:
     responses = [one for one in candidate.responses if one is not None]
     states = [one.states for one in responses if one.states is not None]
     kl = np.array([value for one in states for value in one.kl])
     same = [a == b for one in states for a, b in zip(one.quantized, one.reference, strict=True)]
-    found = {"answers": len(responses), "changed": sum(one.change != "same" for one in responses)}
+    found: dict[str, Any] = {"answers": len(responses), "changed": sum(one.change != "same" for one in responses)}
     return found | ({**distances(kl), "top_1_agreement": float(np.mean(same)), "noise": None} if states else {})
