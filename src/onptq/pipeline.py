@@ -39,6 +39,7 @@ from onptq.evaluate.details import LIGHT, check_level
 from onptq.evaluate.guard import keep_better
 from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
+from onptq.evaluate.round_details import RoundDetails
 from onptq.files import file_sha256
 from onptq.methods.resume import RunStore
 from onptq.models.encoding import EncodedPrompt, encode_each
@@ -92,16 +93,19 @@ def quantize(
     start: Path | None = None,
     on_bad_prompt: str = "fail",
     detail: str = LIGHT,
+    held_out_detail: str | None = None,
 ) -> Result:
     """Quantize `model` into the folder `out`; called again after a kill, go on after the last finished step.
 
     `start` is the file of a theta^(0) to use instead of the recipe's base method. `on_bad_prompt` is `fail`, or `skip` to
-    leave out prompts that cannot be read or that the model cannot take. `detail` is how much of single held-out states is
-    kept for the page: `off`, `light` or `full`.
+    leave out prompts that cannot be read or that the model cannot take. `detail` is how much of single states is kept for the
+    page: `off`, `light` or `full`; `held_out_detail` the same of held-out states alone.
     """
     reporter = reporter or (QuietReporter() if is_first() else SilentReporter())
     recipe = recipe or Recipe()
-    check_level(detail)
+    held_out_detail = detail if held_out_detail is None else held_out_detail
+    for level in (detail, held_out_detail):
+        check_level(level)
     with join(recipe.compute.device) as ranks:
         device = torch.device(ranks.lead(lambda: str(check_settings(Path(out), recipe, calibration, holdout))))
         if ranks.size > 1:
@@ -113,11 +117,19 @@ def quantize(
             logged = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
             summary = ranks.lead(lambda: finished(job, run, logged))
             if summary is None:
-                summary = work(job, run, logged, start, verify, detail)
+                summary = work(job, run, logged, start, verify, detail, held_out_detail)
     return Result(job.out, summary, job.prompts)
 
 
-def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verify: bool, detail: str) -> dict[str, Any]:
+def work(
+    job: Job,
+    run: Run,
+    reporter: LoggedReporter,
+    start: Path | None,
+    verify: bool,
+    detail: str,
+    held_out_detail: str,
+) -> dict[str, Any]:
     """The summary of the run, worked on from the first step that is not finished to the end. Of several processes, only the
     first has that of the checkpoint, too."""
     if start is not None and run.ranks.is_first and not run.has(INIT):
@@ -127,7 +139,7 @@ def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verif
     policy = load(job, reporter)
     prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
-    cycle = Cycle(inputs, job.recipe, run, reporter)
+    cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail))
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
     theta = keep_better(cycle, theta, partial(read_init, policy, run))
     summary, held_out_states = measure(job, cycle, theta)
@@ -135,7 +147,7 @@ def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verif
     if not run.ranks.is_first:
         return summary
     warn_of_no_help(summary, reporter)
-    keep_details(cycle, held_out_states, detail)
+    keep_details(cycle, held_out_states, held_out_detail)
     for side in SIDES:  # nobody is asked until the checkpoint is reloaded
         cycle.inputs.forget(side)
     policy.drop_floats()
@@ -353,6 +365,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
         "scheme": str(job.scheme),
         "method": job.recipe.method,
         "model": job.source.name,
+        "dense": {"bytes": sum(shard.stat().st_size for shard in job.source.shards)},
         "unfolded": list(cycle.policy.unfolded),
         "prompts": {"calibration": len(job.prompts.calibration), "holdout": len(job.prompts.holdout)},
         "rounds": ranks.lead(lambda: [cycle.figures(k) for k in range(job.recipe.rounds)]),
