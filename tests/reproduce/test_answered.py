@@ -13,9 +13,13 @@ from test_reproduce_command import call
 from test_sample_logs import LOGS, REPORTED
 
 from onptq.errors import OnPTQError
-from onptq.evaluate.sample_logs import read_log
+from onptq.evaluate.answers import Answer
+from onptq.evaluate.sample_logs import Question, read_log
+from onptq.evaluate.statistics import Resampler
+from onptq.evaluate.summary import Results, summarize
 from onptq.reproduce import main_table
 from onptq.reproduce.answered import COLUMNS, parse_arm, read_given
+from onptq.reproduce.compared import Compared
 from onptq.reproduce.paper_rows import paper
 from onptq.reproduce.settings import Settings
 
@@ -124,6 +128,33 @@ def test_both_parts_of_a_benchmark_are_one_column(evals: Path, tmp_path: Path) -
     ]
     expected = 100 * sum(one.points for one in grades) / sum(one.total for one in grades)
     assert found.compared.figure("dense", "LibriSpeech").value == pytest.approx(expected)
+
+
+def test_a_comparison_is_narrowed_to_some_items_whose_average_is_over_the_seeds() -> None:
+    questions = [Question(f"{task}/{number}", task, "accuracy") for task in ("a", "b", "c") for number in range(8)]
+
+    def answers(right: dict[str, int]) -> list[Answer]:
+        """So many right answers to the first items of each task."""
+        return [
+            Answer(one.id, one.task, "", float(int(one.id.partition("/")[2]) < right[one.task]), 1.0)
+            for one in questions
+        ]
+
+    ours = ["OnPTQ:W4A6", "OnPTQ:W4A6#1"]
+    given = {
+        "dense": answers({"a": 8, "b": 8, "c": 8}),
+        "rtn:W4A6": answers({"a": 4, "b": 4, "c": 8}),
+        ours[0]: answers({"a": 8, "b": 4, "c": 0}),
+        ours[1]: answers({"a": 8, "b": 8, "c": 0}),
+    }
+    results = {name: Results(of, scheme=name.partition(":")[2] or None) for name, of in given.items()}
+    report = summarize(questions, (), results, Resampler(), seeds={ours[0]: ours})
+    seen = Compared(report, Path("nowhere"), given).among([one for one in questions if one.task != "c"])
+    assert seen.report.items == 16
+    assert seen.seeds(ours[0]) == ours
+    assert seen.figure(ours[0], "average").value == pytest.approx(100 * (0.75 + 1) / 2)
+    assert seen.gain("rtn:W4A6", ours[0]).value == pytest.approx(37.5)
+    assert "c" not in seen.report.labels
 
 
 def test_methods_without_answers_have_no_row_and_without_ours_no_claim_is_judged(evals: Path, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from onptq.errors import OnPTQError
 from onptq.evaluate.metrics import Label
 from onptq.evaluate.statistics import Interval
 from onptq.evaluate.summary import ModelReport, Pair, Report
-from onptq.reproduce import ablations, catalog, efficiency, hyperparameters, tables
+from onptq.reproduce import ablations, catalog, efficiency, hyperparameters, selection_value, tables
 from onptq.reproduce.catalog import NAMES, SECONDS, Clock, check_names
+from onptq.reproduce.common import differing_setup
 from onptq.reproduce.compared import Compared
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.page import SUMMARY, read_results, write_page, write_summary
@@ -233,6 +234,28 @@ def test_a_hyperparameter_is_best_where_it_beats_every_other_setting() -> None:
     assert [claim.verdict for claim in page.claims] == ["holds", "holds"]
     assert [row[0] for row in page.tables[0].rows] == ["H = 2", "H = 4", "H = 8"]
     assert [row[4] for row in page.tables[0].rows] == ["+1.00 [+0.50, +1.20]", "main setting", "+0.90 [+0.20, +1.30]"]
+
+
+def test_what_differs_is_told_of_every_init_and_of_the_papers_own_calibration_set() -> None:
+    texts = differing_setup(
+        SETTINGS | {"init": ["qig", "masquant"]}, "a model", "a bank", calibrated="OmniBench 0 to 127"
+    )
+    assert texts[1].endswith("2 items of each task; the paper's are OmniBench 0 to 127, and a bank.")
+    assert "Here it starts from `qig` and `masquant`, and" in texts[2]
+    assert "Here it starts from `search`, and" in differing_setup(SETTINGS, "a model", "a bank")[2]
+    assert "128 pairs of COCO, and a bank." in differing_setup(SETTINGS, "a model", "a bank")[1]
+
+
+def test_the_paper_is_told_where_its_table_9_contradicts_its_text() -> None:
+    rules = ("Dense-InitQ", *selection_value.RULES)
+    of = {rule: dict.fromkeys(selection_value.SUBSETS, Interval(1.0, 0.5, 2.0)) for rule in rules}
+    ahead = {rule: dict.fromkeys(selection_value.SUBSETS, Interval(-0.5, -0.9, -0.1)) for rule in rules}
+    ahead["consequence only"] = dict.fromkeys(selection_value.SUBSETS, Interval(0.5, 0.1, 0.9))
+    counts = dict.fromkeys(selection_value.SUBSETS, 9)
+    page = selection_value.result(selection_value.Selection(counts, of, of, ahead, ahead), SETTINGS)
+    assert [claim.verdict for claim in page.claims] == ["does not hold"] * 2  # one rule is better
+    assert "consequence only 43.59, random 64.1" in page.claims[1].paper
+    assert any("the margin flips of consequence only (43.59%)" in text for text in page.differs)
 
 
 # --- efficiency -------------------------------------------------------------------------------------------------------
