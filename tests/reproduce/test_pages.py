@@ -17,7 +17,7 @@ from onptq.evaluate.metrics import Label
 from onptq.evaluate.statistics import Interval
 from onptq.evaluate.summary import ModelReport, Pair, Report
 from onptq.reproduce import ablations, catalog, efficiency, hyperparameters, selection_value, tables
-from onptq.reproduce.catalog import NAMES, SECONDS, Clock, check_names
+from onptq.reproduce.catalog import NAMES, WORK, Clock, check_names
 from onptq.reproduce.common import differing_setup
 from onptq.reproduce.compared import Compared
 from onptq.reproduce.experiment import Experiment
@@ -357,15 +357,15 @@ def test_where_no_picture_can_be_drawn_the_page_and_the_command_say_so(
     assert '\nNo picture: `pip install "onptq[figures]"` draws it.\n' in (tmp_path / "signals.md").read_text()
 
 
-def test_the_clock_estimates_what_is_left_in_proportion_to_what_results_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_estimates_what_is_left_in_proportion_to_the_work_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 100.0, 130.0, 190.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(catalog, "SECONDS", {"signals": 3, "theory": 6, "motivation": 12})
+    monkeypatch.setattr(catalog, "WORK", {"signals": 3, "theory": 6, "motivation": 12})
     clock = Clock(["signals", "theory", "motivation"])
     assert clock.begin("signals") == "signals, 1 of 3"
     assert clock.begin("theory") == "theory, 2 of 3; 30 s so far, eta 180 s"
     assert re.fullmatch(r"Elapsed: 90 s, \d+ s of processor time", clock.end())
-    assert set(SECONDS) == set(NAMES)
+    assert set(WORK) == set(NAMES)
 
 
 def test_names_are_run_in_the_order_of_the_catalog_and_unknown_ones_refused() -> None:

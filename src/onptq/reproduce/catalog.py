@@ -30,18 +30,18 @@ RESULTS: Mapping[str, str] = {
 NAMES = tuple(RESULTS)
 ALL = "all"
 ANSWERED = ("main-table", "flip-rate", "omni-table")  # that can be of answers to real benchmarks
-# Processor seconds of each at scale quick on the default models: what is left is estimated in proportion to them.
-SECONDS: Mapping[str, float] = {
-    "risk-properties": 20,
-    "signals": 2,
-    "theory": 8,
-    "selection-value": 20,
-    "motivation": 40,
-    "ablations": 70,
-    "hyperparameters": 50,
-    "main-table": 60,
-    "flip-rate": 2,
-    "omni-table": 40,
+# About how many models each makes and measures, by which what is left of a run is estimated.
+WORK: Mapping[str, int] = {
+    "risk-properties": 2,
+    "signals": 1,
+    "theory": 2,
+    "selection-value": 6,
+    "motivation": 8,
+    "ablations": 14,
+    "hyperparameters": 11,
+    "main-table": 28,
+    "flip-rate": 1,
+    "omni-table": 14,
     "efficiency": 1,
 }
 
@@ -71,7 +71,7 @@ class Clock:
     def begin(self, name: str) -> str:
         """The sentence at the beginning of a result."""
         place = self._names.index(name)
-        done, left = (sum(SECONDS[one] for one in of) for of in (self._names[:place], self._names[place:]))
+        done, left = (sum(WORK[one] for one in of) for of in (self._names[:place], self._names[place:]))
         seconds = time.monotonic() - self._began
         rest = f"; {seconds:.0f} s so far, eta {seconds * left / done:.0f} s" if place else ""
         return f"{name}, {place + 1} of {len(self._names)}{rest}"
