@@ -19,8 +19,8 @@ from onptq.bank import Trajectory
 from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
 from onptq.check.trial import ask, questions
-from onptq.checkpoint.companions import check_room, companion_bytes
-from onptq.checkpoint.folder import CONFIG
+from onptq.checkpoint.companions import check_room, companion_bytes, companions
+from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
 from onptq.checkpoint.write import check_apart, check_exportable, check_groups, output_bytes, write_checkpoint
@@ -56,6 +56,7 @@ from onptq.schemes import Scheme
 from onptq.shared_run import open_run
 
 WEIGHTS = "*.safetensors"
+SKIPPED = "skipped.json"
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
 T = TypeVar("T")
 SIDES: tuple[Side, Side] = ("D", "Q")
@@ -135,7 +136,7 @@ def work(
     if start is not None and run.ranks.is_first and not run.has(INIT):
         with run.writing(INIT) as path:
             shutil.copyfile(start, path)
-    processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
+    processor = open_processor(job.source, job.recipe)
     policy = load(job, reporter)
     prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
@@ -224,7 +225,7 @@ def _gather(
     """The prompts of the run, with a line on how many are used and a warning where that is worth one."""
     usable = None
     if on_bad_prompt == "skip":
-        processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+        processor = open_processor(source, recipe)
         usable = partial(processor.check, max_new=recipe.follow.max_tokens)
     modalities = source.family.modalities
     prompts = gather_prompts(
@@ -235,6 +236,10 @@ def _gather(
     if prompts.every:
         reporter.note(prompts.describe())
     return prompts
+
+
+def open_processor(source: Source, recipe: Recipe) -> PromptProcessor:
+    return PromptProcessor.from_folder(source.folder, source.family, source.config, recipe.data.special_tokens)
 
 
 def identify(job: Job, reporter: Reporter) -> dict[str, Any]:
@@ -312,6 +317,8 @@ def encode_prompts(
         each = encode_each(policy, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
         budget = cached_bytes(free_memory(policy.device), recipe.compute.cache_gib)
         encoded = EncodedPrompts.of(each, budget=budget, folder=run.scratch("prompts"))
+    if job.prompts.skipped and not run.has(SKIPPED):
+        run.write_json(job.prompts.skipped, SKIPPED)
     if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
             write_prompts(job.prompts, encoded.ids, path)
@@ -420,8 +427,13 @@ def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, 
             picture=card_picture(results),
             name=job.source.name,
         )
-        files = [job.out / CONFIG, *sorted(job.out.glob(WEIGHTS))]
-        return {"bytes": weight_bytes(job.out), "sha256": {file.name: file_sha256(file) for file in files}}
+        return {"bytes": weight_bytes(job.out), "sha256": {name: file_sha256(job.out / name) for name in made_of(job)}}
+
+
+def made_of(job: Job) -> list[str]:
+    """The files of the checkpoint by which a model works: weights, config, tokenizer, processor; not its card."""
+    weights = sorted(file.name for pattern in (WEIGHTS, INDEX) for file in job.out.glob(pattern))
+    return [CONFIG, *weights, *map(str, companions(job.source.folder))]
 
 
 def weight_bytes(out: Path) -> int:
