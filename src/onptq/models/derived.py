@@ -59,6 +59,7 @@ def derive_family(config: Mapping[str, Any], names: Collection[str] = ()) -> Fam
         built.model_class,
         towers=towers,
         linears=built.linears,
+        followers=built.followers,
         derived=True,
         by_processor=media,
     )
@@ -71,6 +72,7 @@ class _Built:
     model_class: str
     beside: tuple[str, ...]
     linears: tuple[str, ...]  # empty where they are the usual ones
+    followers: tuple[str, ...]  # by name within a layer
     takes: frozenset[str]
 
 
@@ -80,7 +82,7 @@ def _built(config_json: str) -> _Built:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from onptq.models.structure import LINEARS, find_structure
+    from onptq.models.structure import LINEARS, find_structure, place
 
     config = json.loads(config_json)
     name = model_class(config["model_type"])
@@ -104,7 +106,11 @@ def _built(config_json: str) -> _Built:
     takes = frozenset(kind for kind, argument in ARGUMENTS.items() if argument in arguments)
     usual = all(block.linears == tuple(LINEARS) for block in structure.blocks)
     linears = () if usual else tuple(block.path(one) for block in structure.blocks for one in block.linears)
-    return _Built(name, tuple(_beside(f"{path}." if path else "", parameters)), linears, takes)
+    followers = dict.fromkeys(
+        place(one) for block in structure.blocks for pair in block.pairs for one in block.followers(pair)
+    )
+    beside = tuple(_beside(f"{path}." if path else "", parameters))
+    return _Built(name, beside, linears, tuple(followers), takes)
 
 
 def _depths(config: Any) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import Parameter, signature
 from typing import Any
 
@@ -29,6 +30,13 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 POSITIONS, SHARED = "position_ids", "shared_kv_states"  # arguments that some attentions require
 BEFORE_MLP = "pre_feedforward_layernorm"
 PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
+IN_ORDER = ("norm_qkv", "v_o", "norm_gate_up", "up_down")  # as a block runs them
+READERS = {pair: PAIRS[pair][1] for pair in IN_ORDER}
+
+
+def place(name: str) -> str:
+    """The name of a norm or linear within its layer: `self_attn.q_proj` of `q_proj`, anything else as it is."""
+    return ".".join(PLACES.get(name, (name,)))
 
 
 Rotary = Mapping[str, tuple[Tensor, Tensor]]  # cosines and sines by layer type
@@ -44,21 +52,45 @@ class Block:
     kv_heads: int
     head_dim: int
     producers: Mapping[str, str] = field(default_factory=lambda: PRODUCERS)  # by pair; only pairs that fold
-    linears: tuple[str, ...] = tuple(LINEARS)
+    readers: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: READERS
+    )  # linears by pair, as a block runs them
     layer_type: str = FULL
     window: int | None = None  # tokens that a query of sliding-window attention sees, itself among them
     chunk: int | None = None  # tokens of a chunk, beyond which chunked attention sees nothing
     wants: frozenset[str] = frozenset()  # arguments that its attention requires besides the usual ones
+    following: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 16-bit matrices by the pair that they read
+
+    @cached_property
+    def linears(self) -> tuple[str, ...]:
+        """The linears that are quantized, in the order in which the block runs them."""
+        return tuple(name for names in self.readers.values() for name in names)
+
+    @property
+    def pairs(self) -> tuple[str, ...]:
+        """The pairs, foldable or not, in the order in which the block runs them: each is one input of linears."""
+        return tuple(self.readers)
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The norms that smoothing folds into."""
-        return tuple(name for name in self.producers.values() if name not in PLACES)
+        return tuple(name for name in self.producers.values() if name not in self.linears)
 
     def consumers(self, pair: str) -> tuple[str, ...]:
         """The linears whose input columns a pair's smoothing multiplies."""
-        fused = {"norm_qkv": QKV, "norm_gate_up": GATE_UP}.get(pair)
-        return tuple(name for name in self.linears if name in PAIRS[pair][1] or name == fused)
+        return self.readers.get(pair, ())
+
+    def followers(self, pair: str) -> tuple[str, ...]:
+        """What reads the same as a pair's consumers and stays 16-bit: smoothing multiplies its columns too."""
+        return self.following.get(pair, ())
+
+    def pair_into(self, name: str) -> str:
+        """The pair that a linear or a follower reads."""
+        return self._into[name]
+
+    @cached_property
+    def _into(self) -> dict[str, str]:
+        return {name: pair for pair in self.readers for name in (*self.consumers(pair), *self.followers(pair))}
 
     def emitted(self, producer: str) -> int:
         """The first row of a producer that its smoothing divides: values are the last of q, k, v, and up is behind gate."""
@@ -77,19 +109,17 @@ class Block:
         return self.heads // self.kv_heads
 
     def owner(self, name: str) -> nn.Module:
-        parent = PLACES[name][0] if name in PLACES else None
-        return getattr(self.module, parent) if parent else self.module
+        return self.module.get_submodule(place(name).rpartition(".")[0])
 
     def child(self, name: str) -> nn.Module:
-        child: nn.Module = getattr(self.owner(name), name)
-        return child
+        return self.module.get_submodule(place(name))
 
     def replace(self, name: str, module: nn.Module) -> None:
-        setattr(self.owner(name), name, module)
+        setattr(self.owner(name), place(name).rpartition(".")[2], module)
 
     def path(self, name: str) -> str:
         """The name relative to the decoder, as checkpoints spell it: `layers.3.self_attn.q_proj`."""
-        return ".".join((f"layers.{self.index}", *PLACES.get(name, (name,))))
+        return f"layers.{self.index}.{place(name)}"
 
 
 @dataclass(frozen=True)
@@ -211,10 +241,14 @@ def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
     return [".".join(LINEARS[name]) for name in missing]
 
 
-def _linears(layer: nn.Module) -> tuple[str, ...]:
-    """The names of a layer's linears, in the order in which it runs them."""
-    order = ("q_proj", "k_proj", "v_proj", QKV, "o_proj", "gate_proj", "up_proj", GATE_UP, "down_proj")
-    return tuple(name for name in order if getattr(getattr(layer, PLACES[name][0]), name, None) is not None)
+def _readers(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """The linears of a layer by the pair that they read."""
+
+    def has(name: str) -> bool:
+        return getattr(getattr(layer, PLACES[name][0]), name, None) is not None
+
+    fused = {"norm_qkv": (QKV,), "norm_gate_up": (GATE_UP,)}
+    return {pair: tuple(filter(has, (*READERS[pair], *fused.get(pair, ())))) for pair in IN_ORDER}
 
 
 def _blocks(decoder: nn.Module) -> Iterator[Block]:
@@ -238,7 +272,7 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
             _heads(attention, "k_proj", "out_features") or config.num_key_value_heads,
             attention.head_dim,
             _producers(layer),
-            _linears(layer),
+            _readers(layer),
             layer_type,
             (window or config.sliding_window) if layer_type == SLIDING else None,
             config.attention_chunk_size if layer_type == CHUNKED else None,
@@ -256,7 +290,7 @@ def _producers(layer: nn.Module) -> Mapping[str, str]:
     producers = dict(PRODUCERS)
     if hasattr(layer, BEFORE_MLP):
         producers["norm_gate_up"] = BEFORE_MLP
-    present = _linears(layer)
+    present = [name for names in _readers(layer).values() for name in names]
     if QKV in present:
         producers["v_o"] = QKV
     elif "v_proj" not in present:
