@@ -47,8 +47,9 @@ class Batches(Sequence[PromptBatch]):
     """Prompts of like length together, at most `batch_tokens` padded slots a batch. A batch is put together on
     access, and only the last one is cached."""
 
-    def __init__(self, prompts: EncodedPrompts, batch_tokens: int, max_tokens: int) -> None:
-        self._prompts, self._max_tokens = prompts, max_tokens
+    def __init__(self, prompts: EncodedPrompts, batch_tokens: int, max_tokens: int, *, equal: bool = False) -> None:
+        """`equal`: prompts of one length alone share a batch."""
+        self._prompts, self._max_tokens, self._equal = prompts, max_tokens, equal
         self._order = list(zip(prompts.lengths, prompts.origins, prompts.ordinals, strict=True))  # copies side by side
         self._places = self._partition(range(len(prompts)), batch_tokens)
         self._last: tuple[int, PromptBatch] | None = None
@@ -76,7 +77,9 @@ class Batches(Sequence[PromptBatch]):
     def _partition(self, places: Iterable[int], batch_tokens: int) -> list[list[int]]:
         groups: list[list[int]] = []
         for place in sorted(places, key=self._order.__getitem__):
-            if groups and (len(groups[-1]) + 1) * (self._order[place][0] + self._max_tokens) <= batch_tokens:
+            length = self._order[place][0]
+            fits = groups and (len(groups[-1]) + 1) * (length + self._max_tokens) <= batch_tokens
+            if fits and not (self._equal and self._order[groups[-1][0]][0] != length):
                 groups[-1].append(place)
             else:
                 groups.append([place])
@@ -101,7 +104,9 @@ class Prefixes:
             batch_tokens if isinstance(batch_tokens, BatchBudget) else BatchBudget(batch_tokens, "tokens")
         )
         self.prompts = EncodedPrompts.of(prompts)
-        self.batches = Batches(self.prompts, self.batch_budget.size, max_tokens)
+        # The padding behind a shorter prompt would go through the state that its response begins with.
+        equal = policy.structure.recurrent and max_tokens > 0
+        self.batches = Batches(self.prompts, self.batch_budget.size, max_tokens, equal=equal)
         self._cached: dict[_Key, Prefix] = {}
 
     def map_batches(self, work: Callable[[int], T], *others: Prefixes) -> Iterator[T]:
@@ -225,6 +230,7 @@ class Prefixes:
             copies = torch.tensor(rows, device=last.device)
             cache.take(copies)
             last = last[copies]
+        cache.remember()
         return Prefix(cache, last)
 
 

@@ -1,4 +1,4 @@
-"""The decoder of a model, its blocks and their seven linears, recognized by structure, not by name."""
+"""The decoder of a model, its blocks and their linears, recognized by structure, not by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEARS = {name: ("self_attn", name) for name in ATTENTION} | {name: ("mlp", name) for name in MLP}
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # linears that some classes fuse, their parts row by row
+DELTA_NET = ("in_proj_qkv", "in_proj_z", "out_proj")  # of a gated delta net, in place of an attention's four
 PLACES = LINEARS | {QKV: ("self_attn", QKV), GATE_UP: ("mlp", GATE_UP)}
+PLACES |= {name: ("linear_attn", name) for name in DELTA_NET}
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 # (usual producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
@@ -27,11 +29,15 @@ PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
     "up_down": ("up_proj", ("down_proj",)),
 }
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # layer types of transformers
+RECURRENT = "linear_attention"
 POSITIONS, SHARED = "position_ids", "shared_kv_states"  # arguments that some attentions require
 BEFORE_MLP = "pre_feedforward_layernorm"
 PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
 IN_ORDER = ("norm_qkv", "v_o", "norm_gate_up", "up_down")  # as a block runs them
 READERS = {pair: PAIRS[pair][1] for pair in IN_ORDER}
+DELTA_NET_READERS = READERS | {"norm_qkv": ("in_proj_qkv", "in_proj_z"), "v_o": ("out_proj",)}
+DELTA_NET_FOLLOWING = {"norm_qkv": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")}  # of decays and update rates
+GATED_NORM = "linear_attn.norm"  # its gain is shared by all heads
 
 
 def place(name: str) -> str:
@@ -44,7 +50,9 @@ Rotary = Mapping[str, tuple[Tensor, Tensor]]  # cosines and sines by layer type
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. Its linears stay reachable by name after they have been wrapped."""
+    """One decoder layer. Its linears stay reachable by name after they have been wrapped.
+
+    Of a gated delta net, `heads` and `head_dim` are those of the values, and `kv_heads` is 1: all heads share one gain."""
 
     index: int
     module: nn.Module
@@ -60,6 +68,11 @@ class Block:
     chunk: int | None = None  # tokens of a chunk, beyond which chunked attention sees nothing
     wants: frozenset[str] = frozenset()  # arguments that its attention requires besides the usual ones
     following: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 16-bit matrices by the pair that they read
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it carries a state from token to token instead of keys and values."""
+        return self.layer_type == RECURRENT
 
     @cached_property
     def linears(self) -> tuple[str, ...]:
@@ -134,12 +147,17 @@ class Structure:
     def axes(self) -> int:
         """Axes of a position: three under M-RoPE, else one."""
         rope = getattr(self.decoder.config, "rope_parameters", None) or {}
-        return 3 if "mrope_section" in rope else 1
+        return 3 if "mrope_section" in rope or hasattr(self.decoder.rotary_emb, "mrope_section") else 1
 
     @property
     def types(self) -> tuple[str, ...]:
         """The layer types that it has."""
         return tuple(dict.fromkeys(block.layer_type for block in self.blocks))
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any block carries a state: padding between a prompt and its response would change it."""
+        return any(block.recurrent for block in self.blocks)
 
     @property
     def narrowed(self) -> bool:
@@ -179,7 +197,7 @@ class Structure:
 
 
 def find_structure(model: nn.Module, *, linears: type[nn.Module] = nn.Linear) -> Structure:
-    """The one module with token embeddings, rotary table, final norm and layers of seven linears; and the model's head.
+    """The one module with token embeddings, rotary table, final norm and layers of known linears; and the model's head.
 
     `linears` is the type that linears and head must have: `nn.Module` admits packed ones of any quantizer."""
     decoders = [module for module in model.modules() if _is_decoder(module, linears)]
@@ -225,20 +243,21 @@ def _is_block(layer: nn.Module, linears: type[nn.Module]) -> bool:
 
 
 def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
-    """Those of the seven linears that a layer has neither alone nor fused; values may be keys (Gemma 4's v_proj is None)."""
+    """The linears that a layer should have and has neither alone nor fused; values may be keys (Gemma 4's v_proj is None)."""
 
     def has(name: str) -> bool:
         parent, child = PLACES[name]
         return isinstance(getattr(getattr(layer, parent, None), child, None), linears)
 
-    missing = [name for name in LINEARS if not has(name)]
+    expected = (*(DELTA_NET if hasattr(layer, "linear_attn") else ATTENTION), *MLP)
+    missing = [name for name in expected if not has(name)]
     if has(QKV):
         missing = [name for name in missing if name not in PAIRS["norm_qkv"][1]]
     if has(GATE_UP):
         missing = [name for name in missing if name not in PAIRS["norm_gate_up"][1]]
     if missing == ["v_proj"] and getattr(getattr(layer, "self_attn", None), "v_proj", layer) is None:
         missing = []
-    return [".".join(LINEARS[name]) for name in missing]
+    return [place(name) for name in missing]
 
 
 def _readers(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
@@ -247,6 +266,8 @@ def _readers(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
     def has(name: str) -> bool:
         return getattr(getattr(layer, PLACES[name][0]), name, None) is not None
 
+    if hasattr(layer, "linear_attn"):
+        return DELTA_NET_READERS
     fused = {"norm_qkv": (QKV,), "norm_gate_up": (GATE_UP,)}
     return {pair: tuple(filter(has, (*READERS[pair], *fused.get(pair, ())))) for pair in IN_ORDER}
 
@@ -255,6 +276,9 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
     config: Any = decoder.config
     types = getattr(config, "layer_types", None)
     for index, layer in enumerate(decoder.layers):  # type: ignore[arg-type]
+        if hasattr(layer, "linear_attn"):
+            yield _delta_net(index, layer)
+            continue
         attention = layer.self_attn
         window = getattr(attention, "sliding_window", None) or (
             None if types else getattr(config, "sliding_window", None)
@@ -278,6 +302,21 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
             config.attention_chunk_size if layer_type == CHUNKED else None,
             frozenset(name for name in (POSITIONS, SHARED) if _requires(attention, name)),
         )
+
+
+def _delta_net(index: int, layer: nn.Module) -> Block:
+    net: Any = layer.linear_attn
+    return Block(
+        index,
+        layer,
+        net.num_v_heads,
+        1,
+        net.head_v_dim,
+        PRODUCERS | {"v_o": GATED_NORM},
+        _readers(layer),
+        RECURRENT,
+        following=DELTA_NET_FOLLOWING,
+    )
 
 
 def _requires(module: nn.Module, argument: str) -> bool:
