@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Tiny
-from naive import Scene, random_theta, without_ties
+from naive import Scene, decoder_forwards, random_theta, without_ties
 from random_classes import write_class
 from torch import Tensor
 
@@ -60,11 +60,19 @@ def test_rollouts_of_prompts_of_unequal_lengths_are_the_naive_ones(
     assert rollouts(prefixes, "Q") == expected
 
 
-def test_prompts_of_one_length_alone_share_a_batch(scenery: Scene) -> None:
-    batches = prefixes_of(scenery, copies=2).batches
-    assert max(batches.sizes) > 1
-    assert all(bool(batch.real.all()) for batch in batches)
-    assert sum(batches.sizes) == 2 * len(ORDINALS)
+def test_prompts_of_one_length_alone_go_through_the_blocks_together(scenery: Scene) -> None:
+    """They share a batch with others, and padding would change their states."""
+    encoded = scenery.encoded(scenery.policy)
+    prefixes = Prefixes(scenery.policy, encoded[:1] + encoded, max_tokens=LIMIT, batch_tokens=10**6)
+    assert prefixes.batches.sizes == [len(ORDINALS) + 1]
+    with decoder_forwards(scenery.policy) as forwards:
+        prefix = prefixes.prompt(0, "D")
+    lengths = {one.length for one in encoded}
+    assert sorted(width for _, width in forwards) == sorted(lengths)
+    for row, prompt in enumerate(prefixes.batches[0].prompts):
+        alone = Prefixes(scenery.policy, [prompt], max_tokens=LIMIT).prompt(0, "D")
+        for layer, state in alone.cache.recurrent.items():
+            assert torch.allclose(prefix.cache.recurrent[layer][row], state[0], atol=1e-5)
 
 
 def test_a_recorded_step_would_find_the_states_where_they_were(scenery: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,18 +46,18 @@ def forks(
     for t in range(1, max(at) + 1):
         if t > 1:
             for one, cache in caches.items():
-                _feed(policy, one, cache, response[:, t - 2 : t - 1], positions[..., t - 2 : t - 1])
+                _feed(policy, one, cache, batch.real, response[:, t - 2 : t - 1], positions[..., t - 2 : t - 1])
         if t not in at:
             continue
         chosen = np.array([row for _, row in at[t]])
         places = torch.tensor([place for place, _ in at[t]], device=policy.device).repeat_interleave(2)
-        here = positions[:, places, t - 1 :]
+        here, real = positions[:, places, t - 1 :], batch.real[places]
         forced = np.stack((states.reference[chosen], states.competitor[chosen]), 1).reshape(-1, 1)
         tokens, cache = torch.from_numpy(forced).long().to(policy.device), caches[side].fork(places, horizon)
         for depth in range(horizon - 1):
-            hidden = _feed(policy, side, cache, tokens[:, -1:], here[..., depth : depth + 1])
+            hidden = _feed(policy, side, cache, real, tokens[:, -1:], here[..., depth : depth + 1])
             tokens = torch.cat((tokens, greedy(policy, hidden)), dim=1)
-        hidden = _feed(policy, "D", caches["D"].fork(places, horizon), tokens, here[..., :horizon])
+        hidden = _feed(policy, "D", caches["D"].fork(places, horizon), real, tokens, here[..., :horizon])
         tokens = tokens.unflatten(0, (-1, 2)).transpose(1, 2)  # [F, H, 2]
         reach = common_horizon(tokens, policy.eos)
         streams = hidden.unflatten(0, (-1, 2)).transpose(1, 2)[:, :, :, None]  # [F, H, 2, 1, d]
@@ -65,9 +65,11 @@ def forks(
         yield chosen[:, None], tokens, apart, reach
 
 
-def _feed(policy: LanguageModel, side: Side, cache: KVCache, tokens: Tensor, positions: Tensor) -> Tensor:
-    """The residual stream behind tokens [B, S] that follow everything in the cache."""
-    real = torch.ones(len(tokens), cache.length + tokens.shape[1], dtype=torch.bool, device=tokens.device)
+def _feed(
+    policy: LanguageModel, side: Side, cache: KVCache, prompt: Tensor, tokens: Tensor, positions: Tensor
+) -> Tensor:
+    """The residual stream behind tokens [B, S] that follow everything in the cache; `prompt` [B, P] says what is padding."""
+    real = torch.nn.functional.pad(prompt, (0, cache.length + tokens.shape[1] - prompt.shape[1]), value=True)
     with policy.speaking(side):
         return policy.run(Tokens(policy.embed(tokens), positions, causal_mask(real, cache.length)), cache)
 

@@ -47,9 +47,8 @@ class Batches(Sequence[PromptBatch]):
     """Prompts of like length together, at most `batch_tokens` padded slots a batch. A batch is put together on
     access, and only the last one is cached."""
 
-    def __init__(self, prompts: EncodedPrompts, batch_tokens: int, max_tokens: int, *, equal: bool = False) -> None:
-        """`equal`: prompts of one length alone share a batch."""
-        self._prompts, self._max_tokens, self._equal = prompts, max_tokens, equal
+    def __init__(self, prompts: EncodedPrompts, batch_tokens: int, max_tokens: int) -> None:
+        self._prompts, self._max_tokens = prompts, max_tokens
         self._order = list(zip(prompts.lengths, prompts.origins, prompts.ordinals, strict=True))  # copies side by side
         self._places = self._partition(range(len(prompts)), batch_tokens)
         self._last: tuple[int, PromptBatch] | None = None
@@ -77,9 +76,7 @@ class Batches(Sequence[PromptBatch]):
     def _partition(self, places: Iterable[int], batch_tokens: int) -> list[list[int]]:
         groups: list[list[int]] = []
         for place in sorted(places, key=self._order.__getitem__):
-            length = self._order[place][0]
-            fits = groups and (len(groups[-1]) + 1) * (length + self._max_tokens) <= batch_tokens
-            if fits and not (self._equal and self._order[groups[-1][0]][0] != length):
+            if groups and (len(groups[-1]) + 1) * (self._order[place][0] + self._max_tokens) <= batch_tokens:
                 groups[-1].append(place)
             else:
                 groups.append([place])
@@ -104,9 +101,7 @@ class Prefixes:
             batch_tokens if isinstance(batch_tokens, BatchBudget) else BatchBudget(batch_tokens, "tokens")
         )
         self.prompts = EncodedPrompts.of(prompts)
-        # The padding behind a shorter prompt would go through the state that its response begins with.
-        equal = policy.structure.recurrent and max_tokens > 0
-        self.batches = Batches(self.prompts, self.batch_budget.size, max_tokens, equal=equal)
+        self.batches = Batches(self.prompts, self.batch_budget.size, max_tokens)
         self._cached: dict[_Key, Prefix] = {}
 
     def map_batches(self, work: Callable[[int], T], *others: Prefixes) -> Iterator[T]:
@@ -223,15 +218,31 @@ class Prefixes:
         single = batch if len(prompts) == len(rows) else PromptBatch.of(prompts)
         cache = self.policy.cache(len(prompts), batch.width + self.max_tokens)
         with self.policy.speaking(side):
-            hidden = self.policy.run(whole_prompts(single), cache)
-        ends = torch.tensor([prompt.length - 1 for prompt in prompts], device=hidden.device)
-        last = hidden[torch.arange(len(ends), device=hidden.device), ends].clone()
+            if self.policy.structure.recurrent:
+                last = self._prefill_by_length(prompts, cache)
+            else:
+                hidden = self.policy.run(whole_prompts(single), cache)
+                ends = torch.tensor([prompt.length - 1 for prompt in prompts], device=hidden.device)
+                last = hidden[torch.arange(len(ends), device=hidden.device), ends].clone()
         if single is not batch:
             copies = torch.tensor(rows, device=last.device)
             cache.take(copies)
             last = last[copies]
         cache.remember()
         return Prefix(cache, last)
+
+    def _prefill_by_length(self, prompts: Sequence[EncodedPrompt], cache: KVCache) -> Tensor:
+        """The last rows of the residual stream. Prompts of one length at a time: padding would change a block's state."""
+        last = prompts[0].embeds.new_empty(len(prompts), prompts[0].embeds.shape[-1])
+        by_length: dict[int, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            by_length.setdefault(prompt.length, []).append(row)
+        for length, rows in by_length.items():
+            part, at = self.policy.cache(len(rows), length), torch.tensor(rows, device=last.device)
+            last[at] = self.policy.run(whole_prompts(PromptBatch.of([prompts[row] for row in rows])), part)[:, -1]
+            cache.put(at, part)
+        cache.advance(max(by_length))
+        return last
 
 
 def whole_prompts(batch: PromptBatch) -> Tokens:

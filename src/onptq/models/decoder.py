@@ -74,6 +74,15 @@ class KVCache(States):
             self.places = self.places[rows]
         self.take_states(rows)
 
+    def put(self, rows: Tensor, other: KVCache) -> None:
+        """Make another cache's rows these rows, in the first slots."""
+        for mine, others in ((self.keys, other.keys), (self.values, other.values)):
+            for tensor, given in zip(mine, others, strict=True):
+                tensor[rows, :, : other.length] = given[:, :, : other.length]
+        if self.places is not None and other.places is not None:
+            self.places[rows, : other.length] = other.places[:, : other.length]
+        self.put_states(rows, len(self.keys[0]), other)
+
     def fork(self, rows: Tensor, slots: int) -> KVCache:
         """A cache of these rows of the batch with room for `slots` more tokens. What it is given does not come here."""
         other = copy(self)

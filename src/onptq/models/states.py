@@ -57,6 +57,12 @@ class States:
         self.conv = {layer: tensor[rows] for layer, tensor in self.conv.items()}
         self.recurrent = {layer: tensor[rows] for layer, tensor in self.recurrent.items()}
 
+    def put_states(self, rows: Tensor, batch: int, other: States) -> None:
+        """Make another batch's states those of these rows, of `batch` in all."""
+        for mine, others in ((self.conv, other.conv), (self.recurrent, other.recurrent)):
+            for layer, tensor in others.items():
+                mine.setdefault(layer, tensor.new_zeros(batch, *tensor.shape[1:]))[rows] = tensor
+
 
 def _copied(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     """Copies: a block may write to its state in place."""

@@ -156,7 +156,7 @@ class Structure:
 
     @property
     def recurrent(self) -> bool:
-        """Whether any block carries a state: padding between a prompt and its response would change it."""
+        """Whether any block carries a state from token to token."""
         return any(block.recurrent for block in self.blocks)
 
     @property
