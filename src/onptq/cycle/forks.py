@@ -62,7 +62,7 @@ def forks(
         reach = common_horizon(tokens, policy.eos)
         streams = hidden.unflatten(0, (-1, 2)).transpose(1, 2)[:, :, :, None]  # [F, H, 2, 1, d]
         apart = divergences(policy, streams, reach, torch.ones_like(reach, dtype=torch.bool), divergence)
-        yield chosen[:, None], tokens, apart, reach
+        yield list(chosen[:, None]), tokens, apart, reach
 
 
 def _feed(
