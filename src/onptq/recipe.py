@@ -249,7 +249,7 @@ class CalibrateConfig(Config):
     @model_validator(mode="after")
     def _check_rollback(self) -> Self:
         if self.rollback is not None and self.keep == "last":
-            raise ValueError("calibrate.rollback goes by held-out prompts, which calibrate.keep=last does not look at")
+            raise OnPTQError("calibrate.rollback goes by held-out prompts, which calibrate.keep=last does not look at")
         return self
 
     @field_validator("terms")

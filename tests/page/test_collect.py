@@ -80,7 +80,14 @@ def page(compared: Path) -> Page:
 @pytest.fixture(scope="module")
 def ran(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ran") / "out"
-    changes = {"scheme": "W3A8", "init": "rtn", "rounds": 2, "calibrate.epochs": 1, "calibrate.batch": 2}
+    changes = {
+        "scheme": "W3A8",
+        "init": "rtn",
+        "rounds": 2,
+        "calibrate.epochs": 1,
+        "calibrate.batch": 2,
+        "calibrate.hidden": 1.0,
+    }
     recipe = RECIPE.with_overrides({**changes, "data.prompts": 4, "data.holdout": 2})
     onptq.quantize(small, out, calibration=known(small), recipe=recipe, verify=False)
     return out
