@@ -171,7 +171,7 @@ class Seconds:
         grown, read = 2 * work.candidates * (horizon - 1), 2 * work.candidates * horizon
         batches = work.batches(work.followed)
         trees = ceil(read / (work.rows * ROW_TOKENS)) + batches
-        if self.shapes.state:
+        if self.shapes.recurrent:
             steps, fed = batches * work.response_tokens, work.followed * work.response_tokens
             seconds = self.decoder(rates.decoding, 2 * fed + grown, steps * (horizon + 1))
             seconds += self.decoder(rates.dense, read, steps)
