@@ -29,13 +29,14 @@ from cases import Case, choose_cases
 from environment import PACKAGES, server_environment
 from questions import Question, ask, questions, read
 from reference import Compared, Reference
-from server import Server, ServerError, free_port, kernels, serve_command, tail
+from server import Server, free_port, kernels, serve_command, settings, tail
 
 import onptq
 from onptq.checkpoint.source import Source, open_checkpoint
 from onptq.errors import OnPTQError
 from onptq.files import cache_folder
 from onptq.recipe import Recipe
+from onptq.serving.vllm import cpu_flags
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class Suite:
         port, began = free_port(), time.monotonic()
         command = serve_command(self.python, source.folder, port, case.dtype(self.flags), media)
         log = self.folder(case) / "server.log"
-        with Server(command, port, log, case.environment, self.patience) as server:
-            replies = [ask(server, question) for question in chosen]
+        with Server(command, port, log, settings(case.environment), self.patience) as server:
+            replies = [ask(server.client, question) for question in chosen]
             started_in = server.started_in
         return replies, started_in, time.monotonic() - began
 
@@ -110,7 +111,7 @@ class Suite:
             (self.folder(case) / "replies.json").write_text(json.dumps(replies), encoding="utf-8")
             reference = Reference(source.folder)
             compared = [reference.compare(one, read(reply)) for one, reply in zip(chosen, replies, strict=True)]
-        except ServerError as failure:
+        except OnPTQError as failure:
             error = str(failure)
         log_text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
         return Result(
@@ -199,13 +200,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--servers", type=int, default=2, help="servers at a time")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds until a server must be ready")
     return parser.parse_args(arguments)
-
-
-def cpu_flags() -> frozenset[str]:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
 
 
 def runnable(cases: Sequence[Case], flags: Set[str]) -> list[Case]:

@@ -20,12 +20,13 @@ from PIL import Image
 
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
-from onptq.page import chat_server
-from onptq.page.chat_server import ChatServer, chat_messages
+from onptq.page.chat_server import ChatServer
 from onptq.page.contract import Candidate, Page, Response, States
 from onptq.page.endpoint_states import divergences
 from onptq.page.endpoints import Endpoint, compare_endpoints, is_endpoint
 from onptq.page.write import to_bytes
+from onptq.serving import client
+from onptq.serving.messages import chat_messages
 
 Top = Mapping[str, float]  # probabilities
 Step = tuple[str, Top]  # the token of an answer and the likeliest in its place
@@ -94,7 +95,7 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_server, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
 
 
 def vllm(steps: Mapping[str, Sequence[Step]], finish: str = "stop", end: str | None = "<|im_end|>") -> Answering:
