@@ -98,8 +98,10 @@ class ServedPolicy:
                 line = launch.to_type(folder.resolve(), client.port, self.vllm.arguments)
                 raise OnPTQError(f"{error}. Serve what has been exported:\n  {line}\n{SAME}") from None
             responses = Writer(client, model, most, policy.eos).write_all(questions, advance)
+            run.log("server", endpoint=self.vllm.endpoint, model=model)
         else:
-            responses = self._by_own_server(launch, folder, log, most, policy.eos, questions, advance)
+            responses, started_in = self._by_own_server(launch, folder, log, most, policy.eos, questions, advance)
+            run.log("server", started_in=round(started_in, 1), options=[*launch.options, *self.vllm.arguments])
         remove(folder)
         remove(log)
         return responses
@@ -113,14 +115,16 @@ class ServedPolicy:
         eos: frozenset[int],
         questions: Sequence[Question],
         advance: Callable[[int], None],
-    ) -> list[Response]:
+    ) -> tuple[list[Response], float]:
+        """The responses, and the seconds until the server was ready."""
         port = free_port()
         server = Server(launch.command(self.vllm, folder, port), port, log, launch.additions(), PATIENCE)
         code = None
         try:
             with server:
                 try:
-                    return Writer(server.client, str(folder), most, eos).write_all(questions, advance)
+                    responses = Writer(server.client, str(folder), most, eos).write_all(questions, advance)
+                    return responses, server.started_in
                 except OnPTQError:
                     code = exit_code(server)
                     raise

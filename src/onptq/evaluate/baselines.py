@@ -56,8 +56,9 @@ def compare_with_baselines(
     if recipe.rounds and recipe.calibrate.gamma > 0:
         names.append("static")
     followed = recipe.follow.policy == "quantized"
+    own = {"follow.engine": "own"}  # a server wrote the run's first rollouts; those of the control's later rounds are ours
     candidates: list[Candidate] = [
-        MethodCandidate(name, recipe.with_overrides({"method": name}), home if name == "static" and followed else None)
+        MethodCandidate(name, recipe.with_overrides({"method": name} | own), home if name == "static" and followed else None)
         for name in names
     ]
     candidates.append(RunCandidate.of(recipe.method, out, recipe))
