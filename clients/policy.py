@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,10 @@ class Beside:
     largest_gap: float = 0.0  # logits between the two tokens, for Q, at those states
     seconds: Mapping[str, float] = field(default_factory=dict)
     fault: str | None = None
+
+
+def beside_our_own(python: Path, out: Path, flags: Set[str]) -> list[Beside]:
+    return [compare(one, python, out) for one in chosen("avx512f" in flags)]
 
 
 def chosen(has_4_bits: bool) -> list[Rollouts]:

@@ -5,7 +5,8 @@
 
 Makes vLLM's environment (CPU build), exports the checkpoints by plain rounding, serves each on loopback, and asks over
 the OpenAI API about an image, about audio (where the family has it) and in text. Every token of the answers is compared
-with transformers. OUT gets results.json, server logs and replies. Exit code 1 if anything failed.
+with transformers. Then vLLM writes the rollouts of two quantizations (`follow.engine=vllm`), whose banks are compared
+with those of OnPTQ's own. OUT gets results.json, server logs and replies. Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from cases import Case, choose_cases
 from environment import PACKAGES, server_environment
+from policy import Beside, beside_our_own
 from questions import Question, ask, questions, read
 from reference import Compared, Reference
 from server import Server, free_port, kernels, serve_command, settings, tail
@@ -175,9 +177,19 @@ def print_table(results: Sequence[Result]) -> None:
     Console(width=200, highlight=False, markup=False).print(table)
 
 
+def print_policy(besides: Sequence[Beside]) -> None:
+    for one in besides:
+        print_line(
+            f"{one.label} {one.scheme}: {'ok' if one.fault is None else 'FAILED'}; {one.responses} responses of up to "
+            f"{one.longest} tokens, {one.parted} part from our own; {one.equal} of {one.states} states are the same in both "
+            f"banks; {one.near_ties} near ties, the largest of {one.largest_gap:.3f} logits; seconds {dict(one.seconds)}"
+        )
+
+
 def write_results(path: Path, results: Sequence[Result], more: dict[str, Any]) -> None:
     rows = [asdict(one) | {"passed": one.fault is None, "fault": one.fault} for one in results]
-    text = json.dumps(more | {"passed": all(row["passed"] for row in rows), "results": rows}, indent=2)
+    passed = all(row["passed"] for row in (*rows, *more["policy"]))
+    text = json.dumps(more | {"passed": passed, "results": rows}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -228,8 +240,11 @@ def run(args: argparse.Namespace) -> int:
     suite = Suite(environment.python, args.out.absolute(), args.patience, flags)
     results = suite.run(cases, args.servers)
     print_table(results)
+    besides = [] if args.models or args.schemes else beside_our_own(environment.python, args.out.absolute(), flags)
+    print_policy(besides)
     seconds = time.monotonic() - began
     more = {"versions": environment.versions(PACKAGES), "environment_seconds": installed, "seconds": round(seconds, 1)}
+    more["policy"] = [asdict(one) | {"passed": one.fault is None} for one in besides]
     write_results(args.out / "results.json", results, more)
     failed = [(case, one) for case, one in zip(cases, results, strict=True) if one.fault is not None]
     for case, one in failed:
@@ -240,7 +255,10 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{len(results) - len(failed)} of {len(results)} checkpoints passed in {seconds:.0f} s; {args.out / 'results.json'}"
     )
-    return 1 if failed else 0
+    faults = [one for one in besides if one.fault is not None]
+    for one in faults:
+        print_line(f"\n{one.label}: {one.fault}")
+    return 1 if failed or faults else 0
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from onptq.serving.client import CHAT
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 RECORDED = Path(__file__).with_name("vllm_replies.json")
-MODULES = ("run", "cases", "environment", "questions", "reference", "server")
+MODULES = ("run", "cases", "environment", "policy", "questions", "reference", "server")
 
 # A server with recorded replies, started like vLLM, with a child process like vLLM's workers.
 RECORDED_SERVER = """

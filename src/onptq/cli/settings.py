@@ -49,7 +49,9 @@ def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, 
     return Recipe.from_yaml(file, overrides)
 
 
-def resolve_vllm(recipe: Recipe, endpoint: str | None, python: Path | None, arguments: str | None) -> dict[str, Any]:
+def resolve_vllm(
+    recipe: Recipe, endpoint: str | None, python: Path | None, arguments: str | None = None
+) -> dict[str, Any]:
     """The arguments of `onptq.quantize` for the server that writes the rollouts."""
     given = {"--policy-endpoint": endpoint, "--vllm-python": python, "--vllm-args": arguments}
     used = [name for name, value in given.items() if value is not None]

@@ -56,10 +56,8 @@ def compare_with_baselines(
     if recipe.rounds and recipe.calibrate.gamma > 0:
         names.append("static")
     followed = recipe.follow.policy == "quantized"
-    own = {"follow.engine": "own"}  # a server wrote the run's first rollouts; those of the control's later rounds are ours
     candidates: list[Candidate] = [
-        MethodCandidate(name, recipe.with_overrides({"method": name} | own), home if name == "static" and followed else None)
-        for name in names
+        MethodCandidate(name, _control(recipe, name), home if name == "static" and followed else None) for name in names
     ]
     candidates.append(RunCandidate.of(recipe.method, out, recipe))
     return compare_models(
@@ -74,6 +72,11 @@ def compare_with_baselines(
         recipe=recipe,
         reporter=reporter,
     )
+
+
+def _control(recipe: Recipe, method: str) -> Recipe:
+    """The recipe with another method. Where a server writes the run's rollouts, those of a control's later rounds are ours."""
+    return recipe.with_overrides({"method": method, "follow.engine": "own"})
 
 
 def telling_examples(items: Sequence[Item], out: Path, method: str, limit: int = 3) -> list[Example]:
