@@ -2,6 +2,7 @@
 
     python clients/run.py                 # all models and schemes
     python clients/run.py --quick         # one checkpoint of every kind
+    python clients/run.py --policy        # only the rollouts of two quantizations
 
 Makes vLLM's environment (CPU build), exports the checkpoints by plain rounding, serves each on loopback, and asks over
 the OpenAI API about an image, about audio (where the family has it) and in text. Every token of the answers is compared
@@ -205,6 +206,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--quick", action="store_true", help="a selection with every family, every kernel and one random model"
     )
+    parser.add_argument("--policy", action="store_true", help="only the two quantizations whose rollouts vLLM writes")
     parser.add_argument("--out", type=Path, default=Path("clients-out"), help="new or empty folder for results")
     parser.add_argument(
         "--environment", type=Path, help="folder of vLLM's environment; default: in OnPTQ's cache folder"
@@ -227,7 +229,9 @@ def runnable(cases: Sequence[Case], flags: Set[str]) -> list[Case]:
 
 def run(args: argparse.Namespace) -> int:
     flags = cpu_flags()
-    cases = runnable(choose_cases(args.models, args.schemes, args.quick), flags)
+    if args.policy and (args.models or args.schemes or args.quick):
+        raise OnPTQError("expected --policy alone, or which checkpoints to serve, got both")
+    cases = [] if args.policy else runnable(choose_cases(args.models, args.schemes, args.quick), flags)
     if args.out.exists() and any(args.out.iterdir()):
         raise OnPTQError(f"--out {args.out} is not empty; expected a new or empty folder")
     began = time.monotonic()
@@ -239,7 +243,8 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     suite = Suite(environment.python, args.out.absolute(), args.patience, flags)
     results = suite.run(cases, args.servers)
-    print_table(results)
+    if results:
+        print_table(results)
     besides = [] if args.models or args.schemes else beside_our_own(environment.python, args.out.absolute(), flags)
     print_policy(besides)
     seconds = time.monotonic() - began
@@ -252,12 +257,13 @@ def run(args: argparse.Namespace) -> int:
         if one.error is not None:
             log = suite.folder(case) / "server.log"
             print_line(f"{log}:\n{tail(log)}")
-    print(
-        f"{len(results) - len(failed)} of {len(results)} checkpoints passed in {seconds:.0f} s; {args.out / 'results.json'}"
-    )
     faults = [one for one in besides if one.fault is not None]
     for one in faults:
         print_line(f"\n{one.label}: {one.fault}")
+    passed = f"{len(results) - len(failed)} of {len(results)} checkpoints"
+    if besides:
+        passed += f" and {len(besides) - len(faults)} of {len(besides)} policies"
+    print(f"{passed} passed in {seconds:.0f} s; {args.out / 'results.json'}")
     return 1 if failed or faults else 0
 
 

@@ -105,7 +105,7 @@ def test_an_endpoint_writes_the_bank_that_this_package_writes_and_is_asked_once(
     server = serve(deployed)
 
     def served() -> onptq.pipeline.Result:
-        options = {"recipe": recipe("vllm"), "verify": False, "policy_endpoint": server.url}
+        options: dict[str, Any] = {"recipe": recipe("vllm"), "verify": False, "policy_endpoint": server.url}
         return onptq.quantize(small, tmp_path / "served", calibration=manifest, **options)
 
     with pytest.raises(OnPTQError, match=r"serves org/other; expected the quantized model of this round") as refused:

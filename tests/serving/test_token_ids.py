@@ -135,7 +135,11 @@ def test_what_the_server_refuses_is_said(serve: Serve) -> None:
 
 
 def test_a_server_that_hangs_is_not_waited_for_longer_than_its_time(serve: Serve) -> None:
-    said = refused(serve(lambda path, body: (time.sleep(1.0), (200, {}))[1]), text(), timeout=0.2)
+    def slow(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        time.sleep(1.0)
+        return 200, {}
+
+    said = refused(serve(slow), text(), timeout=0.2)
     assert "did not answer within 0.2 s (/completions)" in said
 
 
