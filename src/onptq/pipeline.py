@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onptq import __version__, methods
-from onptq.bank import ROLLOUTS
+from onptq.bank import ROLLOUTS, Trajectory
 from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
 from onptq.check.trial import ask, questions
@@ -355,12 +355,14 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
     ranks, run = cycle.run.ranks, cycle.run
     choice = ranks.lead(lambda: run.read_json(*CHOICE) if run.has(*CHOICE) else None)
     calibrated = cycle.holdout("final", "held-out at the end")
-    cycle.answer_holdout()
+    dense = cycle.answer_holdout()
     before = cycle.holdout("rounds/0", "held-out 1") if job.recipe.rounds else calibrated
     after = before if choice is not None and choice["kept"] == INIT_KEPT else calibrated
     rounded = round_to_nearest(cycle, theta) if job.recipe.method != "rtn" else after
     figures = {
-        name: None if one is None else bank_figures(one.states)
+        name: None
+        if one is None
+        else bank_figures(one.states) | {"reworded_percent": reworded(dense, one.trajectories)}
         for name, one in (("rtn", rounded), ("initial", before), ("calibrated", calibrated), ("final", after))
     }
     summary = {
@@ -375,6 +377,12 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
         "helped": None if choice is None else choice["kept"] == CALIBRATED,
     }
     return summary, after
+
+
+def reworded(dense: Sequence[Trajectory], quantized: Sequence[Trajectory]) -> float:
+    """How many responses in a hundred are in other tokens than the dense model's."""
+    tokens = {one.prompt: one.tokens for one in dense}
+    return 100 * sum(one.tokens != tokens[one.prompt] for one in quantized) / len(quantized)
 
 
 def round_to_nearest(cycle: Cycle, theta: Theta) -> Holdout | None:

@@ -176,8 +176,8 @@ def drawn(sampling: Sampling, ordinal: int) -> Mapping[str, Any]:
     seed = int(np.random.default_rng((sampling.seed, ordinal)).integers(2**31))
     return {
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k or -1,
-        "top_p": sampling.top_p,
+        "top_k": (sampling.top_k or -1) if sampling.top_p else 1,  # servers take no top_p of 0
+        "top_p": sampling.top_p or 1.0,
         "seed": seed,
     }
 
