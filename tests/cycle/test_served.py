@@ -160,16 +160,44 @@ def test_a_server_that_chooses_other_tokens_is_told_from_one_with_near_ties(
     assert "So the server does not compute what the checkpoint says" in log
 
 
-def test_a_server_that_dies_is_an_error_with_the_end_of_its_log(small: Path, tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    program = "import sys\nif '-m' in sys.argv:\n    raise SystemExit('ValueError: no kernel for that')\n"
-    python.write_text(f"#!{sys.executable}\n{program}", encoding="utf-8")
+AT_ONCE = "if '-m' in sys.argv:\n    raise SystemExit('ValueError: no kernel for that')\n"
+LATER = """
+if "-m" in sys.argv:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self):
+            assert self.headers["Authorization"] == "Bearer secret"
+            print("ValueError: no kernel for that", flush=True)
+            os._exit(4)
+
+    HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [(AT_ONCE, "the server ended while starting, exit code 1"), (LATER, "; vLLM ended with exit code 4")],
+    ids=["at once", "at the first request"],
+)
+def test_a_server_that_dies_is_an_error_with_the_end_of_its_log(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    python, imports = (
+        tmp_path / "python",
+        "import os, sys\nfrom http.server import BaseHTTPRequestHandler, HTTPServer\n",
+    )
+    python.write_text(f"#!{sys.executable}\n{imports}{program}", encoding="utf-8")
     python.chmod(0o755)
     with pytest.raises(OnPTQError) as refused:
         onptq.quantize(
             small, tmp_path / "out", calibration=small / "prompts.jsonl", recipe=recipe("vllm"), vllm_python=python
         )
-    assert "follow.engine=vllm: the server ended while starting, exit code 1" in str(refused.value)
+    assert said in str(refused.value)
+    assert str(refused.value).startswith("follow.engine=vllm: ")
     assert "ValueError: no kernel for that" in str(refused.value)
     assert (run_home(tmp_path / "out") / "rounds/0/.vllm.log").is_file()
 

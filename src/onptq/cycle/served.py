@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from onptq.errors import OnPTQError
 from onptq.progress import Reporter
 from onptq.run import Run, remove
 from onptq.serving.client import Client
-from onptq.serving.process import REPLY, Server, free_port, tail
+from onptq.serving.process import KEY, REPLY, Server, free_port, tail
 from onptq.serving.token_ids import GREEDY, Question, Response, Writer
 from onptq.serving.vllm import ENGINE, Launch, Vllm
 
@@ -91,7 +92,7 @@ class ServedPolicy:
         if not (folder / CONFIG).is_file():
             self._export(inputs, folder)
         if self.vllm.endpoint is not None:
-            client = Client(self.vllm.endpoint, timeout=REPLY)
+            client = Client(self.vllm.endpoint, key=os.environ.get(KEY) or None, timeout=REPLY)
             try:
                 model = served_model(client, folder, longest + most)
             except OnPTQError as error:

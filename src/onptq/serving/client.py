@@ -142,7 +142,8 @@ def parsed(url: str) -> tuple[bool, str, int | None, str]:
         raise OnPTQError(f"{url!r} is no address of a server; {expected}")
     if parts.username is not None or parts.password is not None:
         raise OnPTQError(
-            f"the address of {parts.hostname} has a name or a password in it; give a key with --key-env NAME"
+            f"the address of {parts.hostname} has a name or a password in it; give a key with --key-env NAME (onptq diff) or "
+            "in VLLM_API_KEY (onptq quantize)"
         )
     if parts.query or parts.fragment or any(not 32 < ord(letter) < 127 for letter in url):
         raise OnPTQError(f"{url!r} has more in it than host, port and path; {expected}")

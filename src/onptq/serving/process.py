@@ -19,6 +19,7 @@ from onptq.serving.client import Client
 
 GUARD = Path(__file__).with_name("guard.py")
 HOST = "127.0.0.1"
+KEY = "VLLM_API_KEY"  # where vLLM itself looks for the key that it wants of requests
 POLL, ALIVE = 0.5, 5.0  # seconds between two health checks, and the limit for one
 REPLY = 3600.0  # seconds for a reply: thousands of tokens of one answer, beside those of many others
 MARGIN = 15.0  # seconds for the guard to end, beyond those of its server
@@ -55,7 +56,7 @@ class Server:
         self.command, self.log, self.patience, self.grace = command, log, patience, grace
         self.environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | dict(environment)
         self.started_in = 0.0  # seconds until healthy
-        self.client = Client(f"http://{HOST}:{port}", timeout=REPLY)
+        self.client = Client(f"http://{HOST}:{port}", key=self.environment.get(KEY) or None, timeout=REPLY)
         self._root = Client(f"http://{HOST}:{port}", timeout=ALIVE, version="")
         self._process: subprocess.Popen[bytes] | None = None
 
