@@ -155,7 +155,7 @@ def make_plan(
             server.check(scheme)
             if machine is None:
                 server.check_installed()
-        processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+        processor = PromptProcessor.from_folder(source.folder, source.family, source.config, recipe.data.special_tokens)
         processor(probe_prompt(source.family.modalities))  # a chat template that takes all media
         if calibration is None:
             prompts, work = None, work_of(recipe, source, prompt_tokens)
