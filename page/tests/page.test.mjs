@@ -175,7 +175,7 @@ describe("the explorer", () => {
         [...risks].sort((a, b) => b - a),
       );
       await order.selectOption("fork");
-      const forks = (await rows(tab).locator(".sub").allInnerTexts()).map((text) =>
+      const forks = (await rows(tab).locator(".facts").allInnerTexts()).map((text) =>
         Number(/fork (\d+)/.exec(text)?.[1] ?? Infinity),
       );
       assert.deepEqual(
