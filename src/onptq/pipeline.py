@@ -148,6 +148,9 @@ def work(
         return summary
     warn_of_no_help(summary, reporter)
     keep_details(cycle, held_out_states, held_out_detail)
+    for side in SIDES:  # nobody is asked until the checkpoint is reloaded
+        cycle.inputs.forget(side)
+    policy.drop_floats()
     summary["checkpoint"] = export(job, policy, run, reporter)
     if verify:
         summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
@@ -437,8 +440,6 @@ def reload_and_check(
         expected = [_graph_logits(policy, inputs) for inputs in tried]
         with policy.speaking("D"):
             dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
-        for side in SIDES:
-            cycle.inputs.forget(side)
         policy.release()
         inputs = [one.tensors for one in tried]
         verification, checks = verify_export(

@@ -51,7 +51,14 @@ def states(rng: np.random.Generator, length: int, critical: bool) -> States:
     tokens = {name: rng.integers(0, VOCABULARY, length).tolist() for name in ("reference", "competitor", "quantized")}
     kind = rng.choice([0, 1, 2], length, p=[0.7, 0.2, 0.1]).tolist()
     futures = [
-        Futures(*rng.integers(0, VOCABULARY, (2, 16)).tolist(), rng.random(16).tolist(), "D") if one == 2 else None
+        Futures(
+            rng.integers(0, VOCABULARY, 16).tolist(),
+            rng.integers(0, VOCABULARY, 16).tolist(),
+            rng.random(16).tolist(),
+            "D",
+        )
+        if one == 2
+        else None
         for one in kind
     ]
     return States(
