@@ -8,7 +8,7 @@ const ASSETS = join(dirname(fileURLToPath(import.meta.url)), "..", "docs", "asse
 const SHOTS = {
   "page-verdict": { width: 1280, height: 820, plots: true },
   "page-explorer": { width: 1280, height: 1060, part: ".explorer" },
-  "page-plots": { width: 1280, height: 430, row: "Where the risk is" },
+  "page-plots": { width: 1280, height: 388, row: "Where the risk is" },
   "page-dark": { width: 1280, height: 1060, part: ".explorer", dark: true },
   "page-narrow": { width: 400, height: 800 },
 };

@@ -441,6 +441,7 @@ def test_the_verdict_counts_answers() -> None:
     assert ") are worded differently, 2 (" in counted
     assert ") change clearly, not at a near tie, 2 (" in counted
     assert counted.endswith(") say something else.")
+    assert verdict(responses("reworded", "reworded"), None, random()).endswith("differently, none of them clearly.")
     assert verdict(responses("same", "same"), None, random()) == "All 2 answers are worded as before."
     assert verdict([], None, random()) == "Nothing was answered."
 
