@@ -721,7 +721,7 @@ def test_the_command_line_and_python_give_the_same_bytes_and_quiet_prints_nothin
     out = tmp_path / "run"
     done = command(
         "quantize", small, "--out", out, "--scheme", "W4A8", "--method", "onptq", "--calibration",
-        small / "prompts.jsonl", "--preset", "default", "--quiet", *options(MOVING),
+        small / "prompts.jsonl", "--preset", "risk", "--quiet", *options(MOVING),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     python = quantize({}, verify=True)

@@ -729,7 +729,7 @@ def test_other_matrices_inside_a_decoder_layer_are_refused(sources, tmp_path):
     source = scatter(sources("llama"), tmp_path / "source")
     tensors = load_file(source / "model-a.safetensors") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
     save_file(tensors, source / "model-a.safetensors", {"format": "pt"})
-    with pytest.raises(OnPTQError, match=r"router.weight .* none of its seven linears"):
+    with pytest.raises(OnPTQError, match=r"router.weight .* none of its linears to quantize"):
         export("llama", source, tmp_path / "out")
 
 

@@ -633,7 +633,15 @@ def reference(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(out: Path) -> dict[str, bytes]:
     """Every file of the checkpoint and of its run, except those that hold times."""
     places = [path for folder in (out, run_home(out)) for path in folder.rglob("*") if path.is_file()]
-    varying = ("log.jsonl", "summary.json", "SHA256SUMS", "page.html", "receipt.json")
+    varying = (
+        "log.jsonl",
+        "summary.json",
+        "SHA256SUMS",
+        "page.html",
+        "receipt.json",
+        "differences.md",
+        "differences.json",
+    )
     return {str(path.relative_to(out.parent)): path.read_bytes() for path in places if path.name not in varying}
 
 

@@ -371,11 +371,12 @@ def without_cost(report: Report) -> Report:
 
 @pytest.mark.slow
 def test_a_process_that_is_really_killed_leaves_nothing_torn(small: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out, others = tmp_path / "out", tmp_path / "others.jsonl"
+    others.write_text("".join(json.dumps({"text": f"Number {number}"}) + "\n" for number in range(3)))
     command = [
         sys.executable, "-c", "from onptq.cli import main; main()", "compare", str(small), "rtn:W4A8", "search:W4A8",
         "--tasks", "none",
-        "--manifest", str(small / "prompts.jsonl"), "--calibration", str(small / "prompts.jsonl"), "--out", str(out),
+        "--manifest", str(others), "--calibration", str(small / "prompts.jsonl"), "--out", str(out),
         "--set", "follow.max_tokens=4",
     ]  # fmt: skip
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}

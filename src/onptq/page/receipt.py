@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onptq.bank import States
+from onptq.bank import Column, States
 from onptq.evaluate.candidates import DENSE
 from onptq.evaluate.model_card import HELD_OUT, init_kept
 from onptq.evaluate.store import COST, IDENTITY, STATES, THETA
@@ -39,17 +39,23 @@ def receipt(place: Place) -> dict[str, Any]:
 
 def figures(states: States) -> dict[str, Any]:
     """Of a candidate's states: KL in nats, how often both models choose alike, and how often it contradicts itself."""
-    kl = states.kl.astype(np.float64)
     return {
-        "positions": len(states),
+        **distances(states.kl.astype(np.float64)),
+        "top_1_agreement": float((states.quantized == states.reference).mean()),
+        "noise": float((states.token != states.quantized).mean()),
+    }
+
+
+def distances(kl: Column) -> dict[str, Any]:
+    """How many states there are, and how their KL is spread."""
+    return {
+        "positions": len(kl),
         "kl": {
             "mean": float(kl.mean()),
             "median": float(np.quantile(kl, 0.5)),
             **{f"p{share}": float(np.quantile(kl, share / 100)) for share in PERCENTILES if share != 50},
             "max": float(kl.max()),
         },
-        "top_1_agreement": float((states.quantized == states.reference).mean()),
-        "noise": float((states.token != states.quantized).mean()),
     }
 
 
