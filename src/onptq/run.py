@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from onptq.errors import OnPTQError
-from onptq.files import TEMPORARY, atomically, explained, file_sha256, plain, read_json, read_yaml, to_json, to_yaml
+from onptq.files import TEMPORARY, atomically, explained, file_sha256, plain, read_json, to_json
 from onptq.overrides import difference
+from onptq.plain_yaml import read_yaml, to_yaml
 from onptq.ranks import ALONE
 
 HOME = "onptq"  # inside the output folder: the files of a comparison, and of a quantization by contract 1
@@ -107,7 +108,8 @@ class Run:
                 temporary.write_text(to_yaml(record), encoding="utf-8")
         versions = plain(identity).get("versions") or {}
         self.log("open", resumed=self.resumed, versions=versions)
-        changed = difference(recorded.get("versions") or {}, versions) if recorded is not None else []
+        before = (recorded or {}).get("versions")
+        changed = difference(before, versions) if isinstance(before, Mapping) else []
         if changed:
             text = "this run was begun with other versions, so its end may differ: " + "; ".join(changed)
             self.log("warning", text=text)
