@@ -402,8 +402,8 @@ def _record(folder: Path, home: Path) -> Mapping[str, Any] | None:
         there = read_yaml(record)
     except OnPTQError as error:
         raise OnPTQError(f"{error}; {record.name} says what the run is: restore it, or choose another --out") from error
-    if not isinstance(there, Mapping):
-        raise OnPTQError(f"cannot read {record}, which says what the run is: expected a mapping")
+    if not isinstance(there, Mapping) or not isinstance(there.get("versions") or {}, Mapping):
+        raise OnPTQError(f"cannot read {record}, which says what the run is: expected a mapping, and `versions` as one")
     contract = there.get("contract", 1)
     if not isinstance(contract, int) or contract > CONTRACT:
         raise OnPTQError(
