@@ -129,6 +129,7 @@ class Run:
     def scratch(self, name: str) -> Path:
         """A folder for what does not fit into memory, which nobody else may read; it is gone when the run is closed or opened
         again."""
+        self.home.mkdir(parents=True, exist_ok=True)
         (self.home / SCRATCH).mkdir(mode=0o700, exist_ok=True)
         return self.home / SCRATCH / name
 
@@ -228,13 +229,20 @@ class Run:
                     sums.setdefault(found["name"], set()).add(found["digest"])
         return sums
 
+    def _is_file(self, name: str) -> bool:
+        """Whether a name that is in the sums is that of a file. Half a name may be a folder's, a damaged one nobody's."""
+        try:
+            return self.file(name).is_file()
+        except OSError:
+            return False
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Commit the summary, the run's last file, and leave the sums of the files that are there.
 
         Files of earlier processes that this one did not need must still be what they were."""
         self.wait()
         for name, sums in self._sums().items():
-            if name not in self._intact and self.file(name).is_file():  # half a name may be that of a folder
+            if name not in self._intact and self._is_file(name):
                 self._check(name, sums)
         self.write_json(summary, SUMMARY)
         files = sorted(str(path.relative_to(self.home)) for path in self.home.rglob("*") if path.is_file())
