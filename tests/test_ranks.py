@@ -112,7 +112,13 @@ def serve() -> None:
     from onptq import ranks
     from onptq.cycle import rounds
 
-    for module in ("onptq.pipeline", "onptq.evaluate.baselines", "scipy.stats", "compressed_tensors"):
+    for module in (
+        "onptq.pipeline",
+        "onptq.evaluate.baselines",
+        "scipy.stats",
+        "compressed_tensors",
+        "torch.distributed.fsdp",
+    ):
         import_module(module)  # before the forks, so that none has to
     for family in ("llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"):
         import_module(f"transformers.models.{family}.modeling_{family}")

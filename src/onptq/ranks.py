@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,9 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    waiting: list[Callable[[], None]] = field(
+        default_factory=list, compare=False
+    )  # what a rank does until all are here
 
     @property
     def is_first(self) -> bool:
@@ -44,6 +47,7 @@ class Ranks:
             return [value]
         import torch
 
+        self._wait()
         own = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
         sizes = [int(size) for size in self._all(torch.tensor([len(own)]))]
         messages = self._all(torch.nn.functional.pad(own, (0, max(sizes) - len(own))))
@@ -66,11 +70,16 @@ class Ranks:
             raise RaisedElsewhereError(message)
         return value if self.is_first else sent  # type: ignore[no-any-return, return-value]
 
-    def after_first(self, work: Callable[[], T]) -> T:
-        """`work()` on every rank, on the others once it has ended without an error on the first."""
+    def first_alone(self, work: Callable[[], T]) -> T | None:
+        """`work()` on the first rank, None on the others, which wait; an error of it ends all ranks."""
         done: list[T] = []
         self.lead(lambda: done.append(work()))
-        return done[0] if self.is_first else work()
+        return done[0] if done else None
+
+    def after_first(self, work: Callable[[], T]) -> T:
+        """`work()` on every rank, on the others once it has ended without an error on the first."""
+        done = self.first_alone(lambda: [work()])
+        return done[0] if done is not None else work()
 
     def meet(self) -> None:
         """Wait until all ranks are here."""
@@ -78,9 +87,10 @@ class Ranks:
 
     def leave(self) -> None:
         """End the group of the ranks: from here on each works alone."""
-        if self.size > 1:
-            import torch.distributed as dist
+        import torch.distributed as dist
 
+        self.waiting.clear()
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
@@ -89,6 +99,7 @@ class Ranks:
             return
         import torch
 
+        self._wait()
         small: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel() < TOGETHER:
@@ -107,24 +118,34 @@ class Ranks:
         starts = range(self.rank * together, len(values), self.size * together)
         return [value for start in starts for value in values[start : start + together]]
 
+    def exchange(self, number: int) -> list[int]:
+        """The numbers of all ranks, which neither wait for anything else nor know what the others do."""
+        import torch
+
+        return [int(each) for each in self._all(torch.tensor([number]))]
+
+    def _wait(self) -> None:
+        for take_part in self.waiting:
+            take_part()
+
     def _all(self, tensor: Tensor) -> list[Tensor]:
         """A tensor of the host, of every rank."""
         import torch
         import torch.distributed as dist
 
         each = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self._explained():
+        with self.explained():
             dist.all_gather(each, tensor)
         return each
 
     def _sum(self, tensor: Tensor) -> None:
         import torch.distributed as dist
 
-        with self._explained():
+        with self.explained():
             dist.all_reduce(tensor)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """A context in which the loss of another process is an error that the first two ranks show: one of them is left."""
         try:
             yield
@@ -147,7 +168,10 @@ def join(device: str = "auto") -> Iterator[Ranks]:
     Where `device` is a GPU, each takes one of its own."""
     size = started()
     if size == 1:
-        yield ALONE
+        try:
+            yield ALONE
+        finally:
+            ALONE.leave()  # the group of one that sharding makes
         return
     import torch
     import torch.distributed as dist
