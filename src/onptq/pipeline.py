@@ -32,7 +32,7 @@ from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.engine.agreement import check_agreement
 from onptq.engine.budget import cached_bytes, give_back_memory
-from onptq.engine.memory import free_memory, peak_memory
+from onptq.engine.memory import free_memory, host_free, peak_memory
 from onptq.engine.prompts import EncodedPrompts
 from onptq.errors import OnPTQError
 from onptq.evaluate.details import LIGHT, check_level
@@ -46,6 +46,8 @@ from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs, PromptProcessor
 from onptq.models.sharding import Layout
 from onptq.page.card_picture import card_picture
+from onptq.plan.layouts import WHERE, layout_of_run
+from onptq.plan.machine import Machine
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter, SilentReporter
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
@@ -291,7 +293,9 @@ def damaged(out: Path, written: Mapping[str, Any]) -> str | None:
 
 def load(job: Job, ranks: Ranks, reporter: LoggedReporter) -> Policy:
     dtype = choose_dtype(job.recipe.compute.dtype, job.device, reporter.note)
-    layout = choose_layout(job, ranks)
+    layout = choose_layout(job, ranks, dtype)
+    if layout != "whole":
+        reporter.note(f"the decoder's blocks are {WHERE[layout]}, and gathered where they are used")
     with reporter.phase("Load", total=1, unit="checkpoint") as bar:
         policy = load_policy(job.source, job.scheme, device=job.device, dtype=dtype, layout=layout, ranks=ranks)
         bar.advance()
@@ -300,10 +304,13 @@ def load(job: Job, ranks: Ranks, reporter: LoggedReporter) -> Policy:
     return policy
 
 
-def choose_layout(job: Job, ranks: Ranks) -> Layout:
-    """Where the decoder's blocks are."""
-    layouts: dict[str, Layout] = {"never": "whole", "always": "sharded", "offload": "offloaded", "auto": "whole"}
-    return layouts[job.recipe.compute.shard]
+def choose_layout(job: Job, ranks: Ranks, dtype: torch.dtype) -> Layout:
+    """Where the decoder's blocks are, the same on all ranks."""
+    free, prompts = min(ranks.gather(free_memory(job.device))), job.prompts
+    host = host_free() if job.device.type == "cuda" else free
+    machine = Machine(str(job.device), "", dtype, free, host, gpus=ranks.size)
+    counts = len(prompts.calibration), len(prompts.holdout)
+    return ranks.lead(lambda: layout_of_run(job.source, job.recipe, *counts, machine))
 
 
 def encode_prompts(

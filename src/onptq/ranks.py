@@ -12,6 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onptq.errors import OnPTQError, RaisedElsewhereError
+from onptq.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +33,9 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    waiting: list[Callable[[], None]] = field(
-        default_factory=list, compare=False
-    )  # what a rank does until all are here
+    # What a rank does until all are here, and as it leaves.
+    waiting: list[Callable[[], None]] = field(default_factory=list, compare=False)
+    leaving: Callable[[], None] = field(default=lambda: None, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -90,6 +91,7 @@ class Ranks:
         import torch.distributed as dist
 
         self.waiting.clear()
+        self.leaving()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -185,8 +187,10 @@ def join(device: str = "auto") -> Iterator[Ranks]:
     # torchrun's store still has the addresses of groups and processes that have ended. Machines count restarts apart.
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ["GROUP_WORLD_SIZE"] == "1" else "0"
     store = PrefixStore(f"onptq/{attempt}/{next(JOINED)}", store)
+    heartbeat = Heartbeat(store, rank, size)
     dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size)
-    ranks = Ranks(rank, size)
+    heartbeat.start()
+    ranks = Ranks(rank, size, leaving=heartbeat.stop)
     yield ranks
     if dist.is_initialized():  # and not after an error: the others may be waiting for this rank
         ranks.leave()

@@ -55,7 +55,7 @@ class Policy(LanguageModel):
         for module in self.model.modules():
             if module not in inside:
                 for parameter in module.parameters(recurse=False):
-                    parameter.data = parameter.data.to(device)
+                    parameter.data = parameter.data.to(device, copy=True)  # no page of a file stays
                 for name, buffer in [*module.named_buffers(recurse=False)]:
                     setattr(module, name, buffer.to(device))
         for linear in self._linears():
