@@ -156,7 +156,7 @@ def serve() -> None:
         job, children = json.loads(line), []
         for rank in range(job["size"]):
             if (child := os.fork()) == 0:
-                signal.alarm(90)
+                signal.alarm(300)
                 code = 70
                 try:
                     act(job, rank)
@@ -312,6 +312,7 @@ def test_several_processes_find_the_critical_set_and_the_theta_of_one(
 
 
 SHORT: dict[str, Any] = {"data__prompts": 5, "data__holdout": 2, "follow__max_tokens": 4, "calibrate__keep": "last"}
+SHORT |= {"init": "rtn"}
 
 
 @pytest.mark.slow

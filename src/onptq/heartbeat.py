@@ -6,10 +6,7 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from typing import Any
 
 INTERVAL, LIMIT = 5.0, 45.0  # seconds between signs of life, and without one until the job is ended
 LEFT = b"left"
@@ -19,8 +16,8 @@ class Heartbeat:
     """A thread that gives signs of life and ends this process when another one gives none. The first process watches all
     others, and they watch the first."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Before the processes meet for the first time."""
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        """The thread of one process, made before all of them meet for the first time. `store` is what they meet by."""
         self._store, self._own = store.clone(), _key(rank)
         self._watched = range(1, size) if rank == 0 else range(1)
         self._store.set(self._own, "0")

@@ -184,7 +184,8 @@ def recomputed(
 def _require_group(ranks: Ranks, device: torch.device) -> None:
     """FSDP2 wants a group of processes, also of one."""
     import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     if ranks.size == 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -240,6 +240,7 @@ def _estimated(
         warnings=(
             *plan.warnings,
             *([] if refusals else _idle(work)),
+            *([] if refusals or layout == "whole" else _whole(model, plan.recipe)),
             *_warnings(plan.recipe, rates, prompts, parts.output_bytes + memory.files, out),
         ),
         refusals=tuple(refusals),
@@ -286,6 +287,13 @@ def _assumptions(work: Work, machine: Machine, prompts: Prompts | None, layout: 
         )
     if machine.gpus > 1:
         yield "gradients and results that GPUs exchange take no time"
+
+
+def _whole(model: Model, recipe: Recipe) -> Iterator[str]:
+    """A warning where another recipe needs no gathering, unless this one asks for it."""
+    changes = fitting_changes(recipe.with_overrides(["compute.shard=never"]), model.excess)
+    if changes and recipe.compute.shard == "auto":
+        yield f"with {' '.join(f'--set {change}' for change in changes)} the model fits whole on every GPU, which is faster"
 
 
 def _idle(work: Work) -> Iterator[str]:

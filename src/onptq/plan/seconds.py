@@ -73,10 +73,11 @@ def datasheet_rates(gpu: Gpu, shapes: Shapes, keep: Held, layout: Layout = "whol
     dense = Pace(STARTED + read + gathered, 2 * shapes.block / flops)
     token = dense.token * (gpu.bf16 / gpu.int8 if keep == "integers" else 1)
     weights = read if keep in ("integers", "floats") else WEIGHT_PASSES * read
-    learning = Pace(STARTED + WEIGHT_PASSES * read + gathered, dense.token) * LEARNING
+    rounding = Pace(STARTED + WEIGHT_PASSES * read, dense.token) * LEARNING  # of a block that is whole already
+    learning = Pace(rounding.forward + 2 * gathered, rounding.token)
     weights += gathered
     state = shapes.vocabulary * (2 * shapes.hidden / flops + LOGIT_PASSES * 4 / bandwidth)
-    return Rates(dense, Pace(STARTED + weights, token), Pace(replayed + weights, token), learning, learning, state)
+    return Rates(dense, Pace(STARTED + weights, token), Pace(replayed + weights, token), rounding, learning, state)
 
 
 @dataclass(frozen=True)
