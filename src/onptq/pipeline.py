@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onptq import __version__, methods
+from onptq.bank import Trajectory
 from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
 from onptq.check.trial import Answer, ask, questions
@@ -140,6 +141,9 @@ def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verif
             """The first process writes; the others have parts of the weights."""
             warn_of_no_help(summary, reporter)
             keep_details(cycle, held_out_states, detail)
+            for side in SIDES:  # nobody is asked until the checkpoint is reloaded
+                cycle.inputs.forget(side)
+            policy.drop_floats()
             summary["checkpoint"] = export(job, policy, run, reporter)
             if not verify:
                 return None
@@ -363,12 +367,14 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
     ranks, run = cycle.run.ranks, cycle.run
     choice = ranks.lead(lambda: run.read_json(*CHOICE) if run.has(*CHOICE) else None)
     calibrated = cycle.holdout("final", "held-out at the end")
-    cycle.answer_holdout()
+    dense = cycle.answer_holdout()
     before = cycle.holdout("rounds/0", "held-out 1") if job.recipe.rounds else calibrated
     after = before if choice is not None and choice["kept"] == INIT_KEPT else calibrated
     rounded = round_to_nearest(cycle, theta) if job.recipe.method != "rtn" else after
     figures = {
-        name: None if one is None else bank_figures(one.states)
+        name: None
+        if one is None
+        else bank_figures(one.states) | {"reworded_percent": reworded(dense, one.trajectories)}
         for name, one in (("rtn", rounded), ("initial", before), ("calibrated", calibrated), ("final", after))
     }
     summary = {
@@ -383,6 +389,12 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
         "helped": None if choice is None else choice["kept"] == CALIBRATED,
     }
     return summary, after
+
+
+def reworded(dense: Sequence[Trajectory], quantized: Sequence[Trajectory]) -> float:
+    """How many responses in a hundred are in other tokens than the dense model's."""
+    tokens = {one.prompt: one.tokens for one in dense}
+    return 100 * sum(one.tokens != tokens[one.prompt] for one in quantized) / len(quantized)
 
 
 def round_to_nearest(cycle: Cycle, theta: Theta) -> Holdout | None:
@@ -451,8 +463,6 @@ def graph_answers(job: Job, cycle: Cycle, theta: Theta, processor: PromptProcess
         bar.advance()
     with policy.speaking("D"):
         dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
-    for side in SIDES:
-        cycle.inputs.forget(side)
     return Graph(tried, logits, dense)
 
 

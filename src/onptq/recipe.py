@@ -1,4 +1,4 @@
-"""The run's configuration: typed, frozen, unknown fields refused, with presets light, default, best, paper and zoo."""
+"""The run's configuration: typed, frozen, unknown fields refused, with presets light, default, best, risk, paper and zoo."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from onptq.schemes import NAMED, Scheme
 
 # Figures of an update's log lines, whose names no added loss term may have.
 LOGGED = ("anchor", "hidden", "pair", "response", "loss", "step", "round", "gradient", "holdout")
-PRESETS = ("light", "default", "best", "paper", "zoo")
+PRESETS = ("light", "default", "best", "risk", "paper", "zoo")
 
 # The methods that calibrate in rounds, and what each name says about other fields. Base methods are the others.
 CYCLES: Mapping[str, Mapping[str, Any]] = {
@@ -111,8 +111,8 @@ class DataConfig(Config):
 
     LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512}
 
-    prompts: StrictInt = Field(default=128, ge=1, description="calibration prompts, drawn of the manifest")
-    holdout: StrictInt = Field(default=32, ge=0, description="held-out prompts that choose the best iterate")
+    prompts: StrictInt = Field(default=512, ge=1, description="calibration prompts, drawn of the manifest")
+    holdout: StrictInt = Field(default=64, ge=0, description="held-out prompts that choose the best iterate")
     holdout_share: Real = Field(
         default=0.125,
         ge=0,
@@ -129,12 +129,13 @@ class FollowConfig(Config):
 
     LATER: ClassVar[Mapping[str, Any]] = {"policy": "quantized", "sampling": "greedy", "responses": 1}
 
-    max_tokens: StrictInt = Field(default=64, ge=1, description="T: most response tokens per prompt")
+    max_tokens: StrictInt = Field(default=128, ge=1, description="T: most response tokens per prompt")
     policy: Literal["quantized", "dense"] = Field(
         default="quantized", description="whose rollouts are the states; dense is the control offpolicy"
     )
     sampling: Literal["greedy", "model"] = Field(
-        default="greedy", description="how tokens are chosen; model samples as its generation config says"
+        default="greedy",
+        description="how tokens are chosen; model samples by temperature, top_k and top_p of its generation config",
     )
     responses: StrictInt = Field(default=1, ge=1, description="responses to each prompt; more than one wants sampling")
 
@@ -158,7 +159,12 @@ class BranchConfig(Config):
         default=False, description="the forced tokens count as one more state, at which the futures differ wholly"
     )
 
-    LATER: ClassVar[Mapping[str, Any]] = {"count_forced": False}
+    policy: Literal["quantized", "dense"] = Field(
+        default="quantized",
+        description="which model continues the forced tokens; dense measures the dense future alone",
+    )
+
+    LATER: ClassVar[Mapping[str, Any]] = {"count_forced": False, "policy": "quantized"}
 
 
 class RiskConfig(Config):
@@ -192,8 +198,8 @@ class CalibrateConfig(Config):
 
     gamma: Real = Field(default=1.0, ge=0, description="gamma: weight of the critical states beside the anchor")
     anchor: Real = Field(default=1.0, ge=0, description="weight of the anchor on the prompt; 0 removes it")
-    hidden: Real = Field(default=1.0, ge=0, description="weight of the hidden-state error; 0 removes it")
-    pair: Real = Field(default=0.1, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")
+    hidden: Real = Field(default=0.0, ge=0, description="weight of the hidden-state error; 0 removes it")
+    pair: Real = Field(default=0.0, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")
     pair_matched: StrictBool = Field(
         default=False,
         description="scale that weight so that the loss begins as strong as with equal weights for all states",
@@ -219,8 +225,8 @@ class CalibrateConfig(Config):
     epochs: StrictInt = Field(default=4, ge=1, description="passes over the calibration prompts per round")
     batch: StrictInt = Field(default=8, ge=1, description="prompts per optimizer step")
     micro_batch: StrictInt = Field(default=8, ge=1, description="prompts per forward, at most `batch`")
-    lr_smoothing: Real = Field(default=5e-4, ge=0, description="learning rate of the log-smoothing vectors")
-    lr_step: Real = Field(default=5e-4, ge=0, description="learning rate of the per-row step ratios")
+    lr_smoothing: Real = Field(default=1e-3, ge=0, description="learning rate of the log-smoothing vectors")
+    lr_step: Real = Field(default=1e-3, ge=0, description="learning rate of the per-row step ratios")
     lr_rounding: Real = Field(default=1e-2, ge=0, description="learning rate of the rounding offsets, in steps")
     codes: Literal["free", "settled", "learned"] = Field(
         default="settled",
@@ -305,6 +311,16 @@ class Recipe(Config):
     calibrate: CalibrateConfig = CalibrateConfig()
     compute: ComputeConfig = ComputeConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _check_largest_consequence(self) -> Self:
+        counted = [name for name in ("eos_as_max", "count_forced") if getattr(self.branch, name)]
+        if counted and self.risk.divergence != "js":
+            raise OnPTQError(
+                f"branch.{counted[0]} needs the largest divergence there is, and {self.risk.divergence} has none; expected "
+                "risk.divergence=js"
+            )
+        return self
 
     @property
     def settles(self) -> bool:

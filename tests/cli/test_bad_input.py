@@ -114,7 +114,11 @@ def write_manifest(folder: Path, *lines: object) -> Path:
         ({"branch.horizon": 0}, (), ("branch.horizon = 0", "greater than or equal to 1")),
         ({"branch.horizon": "many"}, (), ("branch.horizon = 'many'", "valid integer")),
         ({"select.rule": "best"}, (), ("select.rule = 'best': unknown selection rule", "mismatch_near_miss")),
-        ({}, ("--preset", "papr"), ("unknown preset 'papr'", "did you mean paper?", "light, default, best, paper")),
+        (
+            {},
+            ("--preset", "papr"),
+            ("unknown preset 'papr'", "did you mean paper?", "light, default, best, risk, paper"),
+        ),
         ({}, ("--set", "rounds"), ("'rounds'", "expected field=value")),
         ({}, ("--method", "gtpq"), ("method = 'gtpq'", "did you mean gptq?", "expected one of onptq, static, uniform")),
         ({}, ("--init", "onptq"), ("init = 'onptq': unknown base method", "expected one of rtn, search")),

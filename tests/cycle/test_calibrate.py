@@ -105,6 +105,7 @@ def make_case(small: Tiny, scheme: str) -> Case:
 
 # Terms of like size and steps large enough to see
 PLAIN: dict[str, Any] = {
+    "hidden": 1.0,
     "pair": 1.0,
     "response": 1.0,
     "response_over": "critical",
@@ -449,6 +450,15 @@ def test_the_held_out_score_does_not_depend_on_the_micro_batch(weights_only: Cas
     ]
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
     assert scores[0] == pytest.approx(case.holdout_score(case.theta), rel=1e-4)
+
+
+def test_the_judge_weighs_states_as_the_objective_does(case: Case) -> None:
+    still = {"lr_smoothing": 0.0, "lr_step": 0.0, "anchor": 0.0, "response_over": "visited", "epochs": 1}
+    kl, states = case.holdout.states.kl.astype(np.float64), case.holdout.states
+    expected = np.average(kl, weights=1 + 3.0 * states.consequence.astype(np.float64))
+    assert abs(expected / kl.mean() - 1) > 0.01
+    result = case.calibrate(full_batch(**still, response=1.0, consequence=3.0), holdout=case.holdout)
+    assert result.history[0]["holdout"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_last_iterate_is_judged_where_the_interval_does_not_divide(case: Case) -> None:

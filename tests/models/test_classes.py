@@ -172,7 +172,7 @@ class Interrupted(QuietReporter):
 def test_a_cycle_that_was_interrupted_ends_in_a_checkpoint_that_transformers_reloads_exactly(
     name: str, made: Callable[[str], Tiny], tmp_path: Path
 ) -> None:
-    tiny, recipe = made(name), Recipe.preset("default", SHORT)
+    tiny, recipe = made(name), Recipe.preset("risk", SHORT)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     summary = onptq.quantize(tiny.folder, whole, calibration=tiny.manifest, recipe=recipe).summary
     assert summary["verification"]["max_abs_difference"] == 0.0

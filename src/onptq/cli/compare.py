@@ -19,8 +19,8 @@ from onptq.cli.drawing import (
     largest_data,
     needs_calibration,
     origin,
+    unseen,
     usable_by,
-    warn_of_repeats,
 )
 from onptq.cli.report import page_of_results, print_page
 from onptq.cli.report_tables import print_table
@@ -120,7 +120,7 @@ def compare(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="Preset of the candidates built here: light, default, best, paper or zoo.",
+            help="Preset of the candidates built here: light, default, best, risk, paper or zoo.",
             show_default=PRESET_DEFAULT,
         ),
     ] = None,
@@ -181,7 +181,7 @@ def compare(
     earlier = models_in(folder)
     questions = draw_items(family, tasks, items, split, reporter)
     followed = behaviour_prompts(family, manifest, prompts, split, data.holdout, reporter, usable)
-    warn_of_repeats(followed, [*calibrating, *held_out], reporter)
+    followed = unseen(followed, [*calibrating, *held_out], reporter)
     report = compare_models(
         source,
         parsed,

@@ -18,7 +18,7 @@ from onptq.cli.drawing import (
     largest_data,
     needs_calibration,
     origin,
-    warn_of_repeats,
+    unseen,
 )
 from onptq.cli.report import print_page
 from onptq.cli.settings import (
@@ -177,7 +177,7 @@ def _of_models(
     )
     wanted = (EMBEDDED_PROMPTS if embedded_kind(manifest) is not None else EVERY) if count is None else count
     asked = behaviour_prompts(family, manifest, wanted, SPLIT, data.holdout, reporter)
-    warn_of_repeats(asked, [*calibrating, *held_out], reporter)
+    asked = unseen(asked, [*calibrating, *held_out], reporter)
     compare_models(
         source,
         parsed,

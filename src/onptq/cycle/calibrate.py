@@ -288,8 +288,8 @@ class _Update:
 
 
 class _Judge:
-    """The score of an iterate: anchor and on-policy KL on held-out prompts, at every state they visit, weighted as in
-    the objective. The static control is judged alike."""
+    """The score of an iterate: anchor and on-policy KL on held-out prompts, at every state they visit, with the objective's
+    weights of terms, states and responses. The static control is judged alike."""
 
     def __init__(
         self,
@@ -305,7 +305,14 @@ class _Judge:
         every = holdout.states.with_columns(
             critical=np.ones(count, np.bool_), weight=np.full(count, 1 / count, np.float32)
         )
-        self.items = UpdateSequences(policy, holdout.prompts, holdout.trajectories, every)
+        self.items = UpdateSequences(
+            policy,
+            holdout.prompts,
+            holdout.trajectories,
+            every,
+            every_response=True,
+            consequence=cfg.consequence,
+        )
         self.policy, self.targets, self.energy, self.cfg = policy, targets, energy, cfg
         self.batch_budget, self.ranks = batch_budget, ranks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -102,7 +103,7 @@ class Cycle:
             if recipe.calibrate.gamma == 0:
                 return score(states, recipe.risk)
             if recipe.branches:
-                states = self.branch(k, trajectories, states)
+                states = self.branch(f"Branch {k + 1}", self.prefixes, trajectories, states)
             return select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
 
         states = self.run.step(f"rounds/{k}/bank.parquet", STATES, compute)
@@ -113,21 +114,23 @@ class Cycle:
             self.reporter.warn(f"round {k + 1}: no candidate states, so the update follows the anchor{rest}")
         return states
 
-    def branch(self, k: int, trajectories: Sequence[Trajectory], states: States) -> States:
-        """Both tokens of every candidate, forced and continued by Q; of every state where the response KL is weighted by it."""
+    def branch(self, label: str, prefixes: Prefixes, trajectories: Sequence[Trajectory], states: States) -> States:
+        """Both tokens of every candidate, forced and continued; of every state where the response KL is weighted by it."""
+        cfg = self.recipe.branch
         everywhere = self.recipe.calibrate.consequence > 0
         total = len(states) if everywhere else int(states.candidates.sum())
         if not total:
             return states
-        with self.reporter.phase(f"Branch {k + 1}", total=total, unit="candidates") as bar:
+        with self.reporter.phase(label, total=total, unit="candidates") as bar:
             return branch(
-                self.prefixes,
+                prefixes,
                 trajectories,
                 states,
-                horizon=self.recipe.branch.horizon,
+                horizon=cfg.horizon,
+                side="Q" if cfg.policy == "quantized" else "D",
                 divergence=self.recipe.risk.divergence,
-                eos_as_max=self.recipe.branch.eos_as_max,
-                count_forced=self.recipe.branch.count_forced,
+                eos_as_max=cfg.eos_as_max,
+                count_forced=cfg.count_forced,
                 everywhere=everywhere,
                 advance=bar.advance,
             )
@@ -145,14 +148,19 @@ class Cycle:
         states = self.compare(f"{name}/holdout.parquet", f"Compare {label}", held_out, trajectories)
         return Holdout(held_out.prompts, trajectories, states)
 
-    def answer_holdout(self) -> None:
-        """Commit D's own answers to the held-out prompts, beside which Q's can be read."""
-        if self.inputs.held_out is not None:
-            self.follow(DENSE_ANSWERS, "Follow held-out of D", self.inputs.held_out, "D")
+    def answer_holdout(self) -> list[Trajectory]:
+        """D's own answers to the held-out prompts, beside which Q's can be read."""
+        if self.inputs.held_out is None:
+            return []
+        return self.follow(DENSE_ANSWERS, "Follow held-out of D", self.inputs.held_out, "D")
 
     def update(self, k: int, trajectories: Sequence[Trajectory], states: States, theta: Theta) -> Theta:
         cfg, saved = self.recipe.calibrate, f"rounds/{k}/{HALFWAY}"
         holdout = self.holdout(f"rounds/{k}", f"held-out {k + 1}")
+        if holdout is not None and self.inputs.held_out is not None and cfg.gamma > 0 and cfg.consequence > 0:
+            label = f"Branch held-out {k + 1}"
+            branched = self.branch(label, self.inputs.held_out, holdout.trajectories, holdout.states)
+            holdout = replace(holdout, states=branched)
         self.inputs.forget("Q")  # the update changes it
         progress = None
         if self.run.ranks.lead(lambda: self.run.has(saved)):
