@@ -167,7 +167,8 @@ def test_a_model_larger_than_one_gpu_is_split_over_several(tiny: Callable[[str],
     assert any(
         text.startswith("sharded: the blocks of the decoder are split over the GPUs") for text in plan.assumptions
     )
-    block, linears = 2 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 29568), plan.parts and plan.parts.shapes.linears
+    assert plan.parts is not None
+    block, linears = 2 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 29568), plan.parts.shapes.linears
     assert linears == 80 * block // 2
     for phase in plan.phases:
         assert phase.gpu["gathered blocks"] == 2 * block
