@@ -12,8 +12,8 @@ from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel, Side
 from onptq.models.sharding import ShardedBlocks
 from onptq.models.structure import Block, find_structure
-from onptq.quantizer.folded import FoldedLinear, FoldedNorm
-from onptq.quantizer.modules import Keep, Live, QuantLinear, QuantNorm, Switch
+from onptq.quantizer.folded import Folded
+from onptq.quantizer.modules import Keep, Live, QuantFollower, QuantLinear, QuantNorm, Switch
 from onptq.quantizer.proof import prove
 from onptq.quantizer.theta import Theta
 from onptq.ranks import Ranks
@@ -144,7 +144,7 @@ class Policy(LanguageModel):
         for module in self._linears():
             module.drop_floats()
 
-    def folded(self) -> Iterator[tuple[str, FoldedLinear | FoldedNorm]]:
+    def folded(self) -> Iterator[tuple[str, Folded]]:
         """Every folded piece with its name relative to the decoder, block by block, as the exporter takes them."""
         for module in self._gathered():
             yield module.path, module.folded()
@@ -152,7 +152,7 @@ class Policy(LanguageModel):
     def _linears(self) -> Iterator[QuantLinear]:
         return (module for module in self.wrapped if isinstance(module, QuantLinear))
 
-    def _gathered(self) -> Iterator[QuantLinear | QuantNorm]:
+    def _gathered(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower]:
         """Every wrapped module, block by block, each with its weight."""
         for block in self.gathered_blocks():
             yield from (module for module in self.wrapped if module.block is block)
@@ -160,12 +160,16 @@ class Policy(LanguageModel):
     def _gathered_linears(self) -> Iterator[QuantLinear]:
         return (module for module in self._gathered() if isinstance(module, QuantLinear))
 
-    def _wrap(self) -> Iterator[QuantLinear | QuantNorm]:
+    def _wrap(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower]:
         for block in self.structure.blocks:
             for name in block.norms:
                 norm = QuantNorm(block.child(name), block, name, self.storage, self.switch)
                 block.replace(name, norm)
                 yield norm
+            for name in (name for pair in block.producers for name in block.followers(pair)):
+                follower = QuantFollower(block.child(name), block, name, self.storage, self.switch)
+                block.replace(name, follower)
+                yield follower
             for name in block.linears:
                 linear = block.child(name)
                 assert isinstance(linear, nn.Linear)
