@@ -200,6 +200,8 @@ function candidate(next, { name, title, scheme, rate, at, light }, questions, it
       cwm: figure(6 * rate, 0.05),
       kl_p95: figure(2 * rate, 0.01),
       kl_p99: figure(9 * rate, 0.1),
+      seconds: { value: 120, low: null, high: null },
+      peak: { value: 31.5, low: null, high: null },
     },
     scheme,
     size_bytes: Math.round(5.6e9 + 1e8 * at),
@@ -209,8 +211,9 @@ function candidate(next, { name, title, scheme, rate, at, light }, questions, it
         gpu: "H100, H200",
         computes: "4-bit weights, 8-bit activations in int8",
         command: "vllm serve qwen-w4a8 --linear-backend humming",
+        note: "the option names the kernel",
       },
-      { server: "transformers", gpu: "any", computes: "rounded weights in bfloat16 (simulation)", command: "" },
+      { server: "transformers", gpu: "any", computes: "rounded weights in bfloat16", command: "", note: "simulation" },
     ],
     flips: flipped,
     answers,
@@ -487,7 +490,12 @@ function sound(name) {
   bytes.writeUInt32LE(2 * samples, 40);
   for (let at = 0; at < samples; at++)
     bytes.writeInt16LE(Math.round(8000 * Math.sin((at * 440 * 2 * Math.PI) / rate)), 44 + 2 * at);
-  return { kind: "audio", name, src: `data:audio/wav;base64,${bytes.toString("base64")}`, note: "" };
+  return {
+    kind: "audio",
+    name,
+    src: `data:audio/wav;base64,${bytes.toString("base64")}`,
+    note: "the first half second",
+  };
 }
 
 function drawing(name) {

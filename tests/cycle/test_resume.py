@@ -52,7 +52,7 @@ CHECKPOINT = {
     "tokenizer.json",
 }  # where a kill among the checkpoint's files is tried
 REPEATED = "run/final/"  # what rounds/0 has, written by the same lines
-SHOWN = {"run/page.html", "run/receipt.json"}  # made of all the others
+SHOWN = {"run/page.html", "run/receipt.json", "run/differences.md", "run/differences.json"}  # made of all the others
 VARYING = {"run/log.jsonl", "run/summary.json", "run/SHA256SUMS"} | SHOWN  # times, and how often the run was begun
 
 

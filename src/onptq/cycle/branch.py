@@ -29,7 +29,7 @@ FARTHEST = math.log(2)  # the largest JS divergence
 # What is seen of branches: rows of the states, both futures' tokens [rows, 2, H], forced ones first, reference before
 # competitor, and the divergence of D behind each of them [rows, H], 0 beyond the common valid horizon.
 Seen = Callable[[Column, Column, Column], None]
-Branched = tuple[Column, Column, Column]  # rows of the states, their A_t and their H_t
+Branched = tuple[Column, ...]  # rows of the states, their A_t and their H_t; tokens and divergence where they are seen
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def branch(
 ) -> States:
     """A_t and H_t of every candidate, or with `everywhere` of every state; the other columns are passed on.
 
-    Eq. 8 lets Q continue the forced tokens; with another `side`, D does. `seen` is called with the futures, of a batch that did
-    not fit into memory once more.
+    Eq. 8 lets Q continue the forced tokens; with another `side`, D does. `seen` is called with the futures, on every rank with
+    those of all.
     """
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     consequence, valid = states.consequence.copy(), states.horizon.copy()
@@ -123,21 +123,22 @@ def branch(
                 distance = (distance * reach + FARTHEST) / (reach + 1)
             elif eos_as_max:
                 distance = torch.where(reach == 0, FARTHEST, distance)
-            for row, chosen in enumerate(rows):
-                far, common = (column[row, : len(chosen)].cpu().numpy() for column in (distance, reach))
-                results.append((chosen, far, common))
+            looked: tuple[np.ndarray, ...] = ()
             if seen is not None:
-                futures, steps = tokens.unflatten(2, (2, -1)).cpu().numpy(), apart.cpu().numpy()
-                for row, chosen in enumerate(rows):
-                    count = len(chosen)
-                    seen(chosen, futures[row, :, :, :count].transpose(2, 1, 0), steps[row, :, :count].T)
+                looked = tokens.unflatten(2, (2, -1)).permute(0, 3, 2, 1).cpu().numpy(), apart.mT.cpu().numpy()
+            for row, chosen in enumerate(rows):
+                count = len(chosen)
+                far, common = (column[row, :count].cpu().numpy() for column in (distance, reach))
+                results.append((chosen, far, common, *(column[row, :count] for column in looked)))
             here += sum(len(chosen) for chosen in rows)
             show(done + here)
         return results
 
     for results in prefixes.map_batches(branch_batch):
-        for rows, distance, reach in results:
+        for rows, distance, reach, *futures in results:
             consequence[rows], valid[rows] = distance, reach
+            if seen is not None:
+                seen(rows, *futures)
             done += len(rows)
         show(done)
     return states.with_columns(consequence=consequence, horizon=valid)

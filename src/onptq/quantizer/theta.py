@@ -101,6 +101,14 @@ class Theta:
             self._cloned_inputs(),
         )
 
+    @torch.no_grad()
+    def copy_(self, other: Theta) -> None:
+        """Take the values of a theta with the same tensors."""
+        values = other._named()
+        for name, tensor in self._named().items():
+            if tensor is not values[name]:  # codes are shared
+                tensor.copy_(values[name])
+
     def freed(self) -> Theta:
         """A clone whose codes all follow the weights again: smoothing and ratios alone."""
         ratios = {path: Free(ratio.detach().clone()) for path, ratio in self.ratio.items()}
