@@ -207,7 +207,7 @@ def result(found: Selection, settings: Mapping[str, Any]) -> Result:
         "A prompt without one of the two contributes the other.",
         "Weights are one, not shares of one: a prompt's state counts as much as the anchor on all prompts does, times gamma.",
         "The paper's text says that OnPTQ has the lowest values, beside the rules of Table 3. In its Table 9 the margin flips "
-        f"of {_lower(there['rows'])} on joint-critical states are fewer than OnPTQ's {ours[5]}%. Here all rules are compared.",
+        f"of {_lower(there['rows'])} on joint-critical states are fewer than OnPTQ's {ours[5]}%. The table has all rules.",
         "The bank is that of the init, so that the init flips all of its mismatches by definition; the paper's flips 64.86%.",
     ]
     title = "Mean erosion and margin flips on frozen states, less is better, 95% intervals over prompts"
