@@ -54,9 +54,12 @@ PROMPTS = {
     "input_ids": pa.list_(pa.int32()),
     "images": MEDIA,
     "audios": MEDIA,
+    "task": pa.string(),
+    "messages": pa.string(),
+    "reference": pa.string(),
 }
 TRAJECTORIES = {"prompt": pa.int32(), "response": pa.list_(pa.int32()), "finished": pa.bool_()}
-ROUND_FILES = ("trajectories.parquet", "bank.parquet", "theta.safetensors", "update.json")
+ROUND_FILES = ("trajectories.parquet", "bank.parquet", "theta.safetensors", "update.json", "details.parquet")
 DETAIL_FILES = ("mismatches.parquet", "details.parquet")
 HELD_OUT_FILES = ("holdout_trajectories.parquet", "holdout.parquet")
 
