@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -491,8 +492,14 @@ def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-@pytest.mark.parametrize("damage", [Path.unlink, cut, zero], ids=["gone", "cut", "zeroed"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *itertools.product(("model.safetensors", "config.json"), (Path.unlink, cut, zero)),
+        *itertools.product(("tokenizer.json", "chat_template.jinja", "preprocessor_config.json"), (Path.unlink,)),
+        ("tokenizer_config.json", cut),
+    ],
+)
 def test_a_finished_run_writes_a_damaged_checkpoint_again(
     name: str, damage: Callable[[Path], None], small: Path, tmp_path: Path
 ) -> None:
@@ -510,6 +517,7 @@ def test_a_finished_run_writes_a_damaged_checkpoint_again(
     assert str(tmp_path / name) in warning
     assert "is written again" in warning
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    (tmp_path / "README.md").write_text("a card of one's own")
     again = quantize()
     assert (again.warnings, again.phases) == ([], ["Hash the model"])
 

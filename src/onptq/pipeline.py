@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from onptq import __version__, methods
-from onptq.bank import Trajectory
+from onptq.bank import ROLLOUTS, Trajectory
 from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
 from onptq.check.trial import ask, questions
-from onptq.checkpoint.companions import check_room, companion_bytes
-from onptq.checkpoint.folder import CONFIG
+from onptq.checkpoint.companions import check_room, companion_bytes, companions
+from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
 from onptq.checkpoint.write import check_apart, check_exportable, check_groups, output_bytes, write_checkpoint
 from onptq.cycle.calibrate import Holdout
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle, bank_figures
+from onptq.cycle.served import ServedPolicy
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
@@ -53,9 +54,11 @@ from onptq.ranks import is_first, join
 from onptq.recipe import Recipe
 from onptq.run import CALIBRATED, CHOICE, INIT, INIT_KEPT, SUMMARY, Run, check_place, is_contract_1, remove, run_home
 from onptq.schemes import Scheme
+from onptq.serving.vllm import Vllm
 from onptq.shared_run import open_run
 
 WEIGHTS = "*.safetensors"
+SKIPPED = "skipped.json"
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
 T = TypeVar("T")
 SIDES: tuple[Side, Side] = ("D", "Q")
@@ -79,6 +82,13 @@ class Job:
     prompts: Prompts
     manifest: str | None  # of the calibration prompts, as the user named it
     device: torch.device
+    vllm: Vllm
+
+    @property
+    def served(self) -> ServedPolicy | None:
+        """Who writes the rollouts, where it is not this package."""
+        served = self.recipe.rounds and self.recipe.follow.engine == "vllm"
+        return ServedPolicy(self.source, self.prompts.calibration, self.vllm) if served else None
 
 
 def quantize(
@@ -94,24 +104,30 @@ def quantize(
     on_bad_prompt: str = "fail",
     detail: str = LIGHT,
     held_out_detail: str | None = None,
+    policy_endpoint: str | None = None,
+    vllm_python: str | Path | None = None,
+    vllm_args: Sequence[str] = (),
 ) -> Result:
     """Quantize `model` into the folder `out`; called again after a kill, go on after the last finished step.
 
     `start` is the file of a theta^(0) to use instead of the recipe's base method. `on_bad_prompt` is `fail`, or `skip` to
     leave out prompts that cannot be read or that the model cannot take. `detail` is how much of single states is kept for the
-    page: `off`, `light` or `full`; `held_out_detail` the same of held-out states alone.
+    page: `off`, `light` or `full`; `held_out_detail` the same of held-out states alone. With `follow.engine=vllm` a server at
+    `policy_endpoint` writes the rollouts, or one that is started by `vllm_python` (else by that of ONPTQ_VLLM_PYTHON, or this
+    one) with `vllm_args`.
     """
     reporter = reporter or (QuietReporter() if is_first() else SilentReporter())
     recipe = recipe or Recipe()
     held_out_detail = detail if held_out_detail is None else held_out_detail
     for level in (detail, held_out_detail):
         check_level(level)
+    vllm = Vllm.given(policy_endpoint, vllm_python, vllm_args)
     with join(recipe.compute.device) as ranks:
         device = torch.device(ranks.lead(lambda: str(check_settings(Path(out), recipe, calibration, holdout))))
         if ranks.size > 1:
             device = choose_device(device.type)  # the rank's own GPU
         job = ranks.after_first(
-            lambda: check(model, Path(out), recipe, calibration, holdout, on_bad_prompt, device, reporter)
+            lambda: check(model, Path(out), recipe, calibration, holdout, on_bad_prompt, device, reporter, vllm)
         )
         with open_run(out, run_home(out), lambda: identify(job, reporter), ranks, reporter.warn) as run:
             logged = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
@@ -135,11 +151,12 @@ def work(
     if start is not None and run.ranks.is_first and not run.has(INIT):
         with run.writing(INIT) as path:
             shutil.copyfile(start, path)
-    processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
+    run.ranks.lead(lambda: check_server(job, run))
+    processor = open_processor(job.source, job.recipe)
     policy = load(job, reporter)
     prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
-    cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail))
+    cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail), job.served)
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
     theta = keep_better(cycle, theta, partial(read_init, policy, run))
     summary, held_out_states = measure(job, cycle, theta)
@@ -168,6 +185,7 @@ def check(
     on_bad_prompt: str,
     device: torch.device,
     reporter: Reporter,
+    vllm: Vllm,
 ) -> Job:
     """Refuse before any work what would fail later, beside what `check_settings` refuses."""
     check_on_bad_prompt(on_bad_prompt)
@@ -182,6 +200,8 @@ def check(
     check_apart(source.folder, out)
     check_apart(source.folder, run_home(out))
     scheme = Scheme.parse(recipe.scheme)
+    if recipe.rounds and recipe.follow.engine == "vllm":
+        vllm.check(scheme)
     checkpoint, decoder = check_exportable(
         source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
     )
@@ -191,7 +211,7 @@ def check(
     seed = None if is_contract_1(out) else recipe.seed
     prompts = _gather(source, calibration, holdout, recipe, seed, on_bad_prompt, reporter)
     named = str(calibration) if isinstance(calibration, str | Path) else None
-    return Job(source, out, recipe, scheme, prompts, named, device)
+    return Job(source, out, recipe, scheme, prompts, named, device, vllm)
 
 
 def check_settings(
@@ -224,7 +244,7 @@ def _gather(
     """The prompts of the run, with a line on how many are used and a warning where that is worth one."""
     usable = None
     if on_bad_prompt == "skip":
-        processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+        processor = open_processor(source, recipe)
         usable = partial(processor.check, max_new=recipe.follow.max_tokens)
     modalities = source.family.modalities
     prompts = gather_prompts(
@@ -235,6 +255,10 @@ def _gather(
     if prompts.every:
         reporter.note(prompts.describe())
     return prompts
+
+
+def open_processor(source: Source, recipe: Recipe) -> PromptProcessor:
+    return PromptProcessor.from_folder(source.folder, source.family, source.config, recipe.data.special_tokens)
 
 
 def identify(job: Job, reporter: Reporter) -> dict[str, Any]:
@@ -301,6 +325,13 @@ def load(job: Job, reporter: LoggedReporter) -> Policy:
     return policy
 
 
+def check_server(job: Job, run: Run) -> None:
+    """Refuse a Python without vLLM before any work, where rollouts are still to be written by one."""
+    written = range(job.recipe.rounds if job.recipe.refresh else 1)
+    if job.served is not None and not all(run.has(f"rounds/{k}/{ROLLOUTS}") for k in written):
+        job.vllm.check_installed()
+
+
 def encode_prompts(
     job: Job, policy: Policy, processor: PromptProcessor, run: Run, reporter: Reporter
 ) -> tuple[EncodedPrompts, EncodedPrompts]:
@@ -312,6 +343,8 @@ def encode_prompts(
         each = encode_each(policy, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
         budget = cached_bytes(free_memory(policy.device), recipe.compute.cache_gib)
         encoded = EncodedPrompts.of(each, budget=budget, folder=run.scratch("prompts"))
+    if job.prompts.skipped and not run.has(SKIPPED):
+        run.write_json(job.prompts.skipped, SKIPPED)
     if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
             write_prompts(job.prompts, encoded.ids, path)
@@ -420,8 +453,13 @@ def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, 
             picture=card_picture(results),
             name=job.source.name,
         )
-        files = [job.out / CONFIG, *sorted(job.out.glob(WEIGHTS))]
-        return {"bytes": weight_bytes(job.out), "sha256": {file.name: file_sha256(file) for file in files}}
+        return {"bytes": weight_bytes(job.out), "sha256": {name: file_sha256(job.out / name) for name in made_of(job)}}
+
+
+def made_of(job: Job) -> list[str]:
+    """The files of the checkpoint by which a model works: weights, config, tokenizer, processor; not its card."""
+    weights = sorted(file.name for pattern in (WEIGHTS, INDEX) for file in job.out.glob(pattern))
+    return [CONFIG, *weights, *map(str, companions(job.source.folder))]
 
 
 def weight_bytes(out: Path) -> int:

@@ -8,7 +8,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -25,12 +24,13 @@ from pydantic import (
 )
 
 from onptq.errors import OnPTQError, did_you_mean
+from onptq.files import parse_yaml, read_yaml, to_yaml
 from onptq.overrides import Overrides, explain, override, with_implied
 from onptq.registry import LOSS_TERMS, METHODS, SELECTION_RULES, Registry
 from onptq.schemes import NAMED, Scheme
 
 # Figures of an update's log lines, whose names no added loss term may have.
-LOGGED = ("anchor", "hidden", "pair", "response", "loss", "step", "round", "gradient", "holdout")
+LOGGED = ("anchor", "hidden", "pair", "response", "loss", "step", "round", "gradient", "holdout", "rollback")
 PRESETS = ("light", "default", "best", "risk", "paper", "zoo")
 
 # The methods that calibrate in rounds, and what each name says about other fields. Base methods are the others.
@@ -109,7 +109,7 @@ def _registered(name: str, registry: Registry[Any]) -> str:
 class DataConfig(Config):
     """Data: the numbers of calibration and held-out prompts."""
 
-    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512}
+    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512, "special_tokens": "refuse"}
 
     prompts: StrictInt = Field(default=512, ge=1, description="calibration prompts, drawn of the manifest")
     holdout: StrictInt = Field(default=64, ge=0, description="held-out prompts that choose the best iterate")
@@ -122,12 +122,20 @@ class DataConfig(Config):
     init_prompts: StrictInt = Field(
         default=512, ge=1, description="most calibration prompts that the base method sees; rounds see all"
     )
+    special_tokens: Literal["refuse", "keep"] = Field(
+        default="refuse", description="prompts whose text contains special tokens; keep makes control tokens of them"
+    )
 
 
 class FollowConfig(Config):
     """Follow: the quantized model's own rollouts."""
 
-    LATER: ClassVar[Mapping[str, Any]] = {"policy": "quantized", "sampling": "greedy", "responses": 1}
+    LATER: ClassVar[Mapping[str, Any]] = {
+        "policy": "quantized",
+        "sampling": "greedy",
+        "responses": 1,
+        "engine": "own",
+    }
 
     max_tokens: StrictInt = Field(default=128, ge=1, description="T: most response tokens per prompt")
     policy: Literal["quantized", "dense"] = Field(
@@ -138,12 +146,19 @@ class FollowConfig(Config):
         description="how tokens are chosen; model samples by temperature, top_k and top_p of its generation config",
     )
     responses: StrictInt = Field(default=1, ge=1, description="responses to each prompt; more than one wants sampling")
+    engine: Literal["own", "vllm"] = Field(
+        default="own", description="who writes the rollouts: this package, or vLLM with the kernels that will serve"
+    )
 
     @model_validator(mode="after")
     def _check_responses(self) -> Self:
         if self.responses > 1 and self.sampling == "greedy":
             raise ValueError(
                 "greedy responses to one prompt are all the same; more than one wants follow.sampling=model"
+            )
+        if self.engine == "vllm" and self.policy == "dense":
+            raise ValueError(
+                "vllm writes rollouts of the quantized model; those of the dense one want follow.engine=own"
             )
         return self
 
@@ -234,9 +249,20 @@ class CalibrateConfig(Config):
     )
     keep: Literal["best", "last"] = Field(default="best", description="iterate to keep; best is by held-out prompts")
     evaluations: StrictInt = Field(default=4, ge=1, description="held-out evaluations per round")
+    rollback: Real | None = Field(
+        default=None,
+        ge=0,
+        description="a held-out score worse than the best by more than this share goes back to the best; null never does",
+    )
     checkpointing: StrictBool = Field(default=True, description="recompute activations in backward to save memory")
 
-    LATER: ClassVar[Mapping[str, Any]] = {"pair_matched": False, "terms": {}, "consequence": 0.0}
+    LATER: ClassVar[Mapping[str, Any]] = {"pair_matched": False, "terms": {}, "consequence": 0.0, "rollback": None}
+
+    @model_validator(mode="after")
+    def _check_rollback(self) -> Self:
+        if self.rollback is not None and self.keep == "last":
+            raise OnPTQError("calibrate.rollback goes by held-out prompts, which calibrate.keep=last does not look at")
+        return self
 
     @field_validator("terms")
     @classmethod
@@ -372,7 +398,7 @@ class Recipe(Config):
         if name not in PRESETS:
             raise OnPTQError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; valid: {', '.join(PRESETS)}")
         text = resources.files("onptq").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
-        return cls.model_validate(override(yaml.safe_load(text), overrides, implied))
+        return cls.model_validate(override(parse_yaml(text), overrides, implied))
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Overrides = ()) -> Recipe:
@@ -380,10 +406,7 @@ class Recipe(Config):
 
         A file that names a `preset` has the preset's fields, but for its own.
         """
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise OnPTQError(f"cannot read the recipe {path}: {error}") from error
+        data = read_yaml(Path(path), "the recipe")
         if not isinstance(data, Mapping):
             raise OnPTQError(f"the recipe {path} must be a YAML mapping of fields, got {type(data).__name__}")
         if isinstance(data.get("recipe"), Mapping):  # a run's record: the recipe beside versions and hashes
@@ -401,7 +424,7 @@ class Recipe(Config):
         """Every field with its value, and with `comments` what it means."""
         if comments:
             return "\n".join(_commented(self)) + "\n"
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+        return to_yaml(self.model_dump())
 
 
 def _commented(config: Config, indent: str = "") -> Iterator[str]:
@@ -412,6 +435,6 @@ def _commented(config: Config, indent: str = "") -> Iterator[str]:
             yield from _commented(value, indent + "  ")
         else:
             inline = isinstance(value, Mapping)  # so that the comment is on the value's line
-            shown = yaml.safe_dump(value, default_flow_style=True, width=10**6) if inline else None
-            line = indent + (f"{name}: {shown}" if shown else yaml.safe_dump({name: value})).strip()
+            shown = to_yaml(value, default_flow_style=True, width=10**6) if inline else None
+            line = indent + (f"{name}: {shown}" if shown else to_yaml({name: value})).strip()
             yield f"{line:<28} # {field.description}"

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from onptq.bank import States
 from onptq.cli import app
+from onptq.files import read_json
 from onptq.run import Run, run_home
 from onptq.zoo.random import write_random
 
@@ -441,16 +442,27 @@ def test_bad_prompts_can_be_skipped(model: Path, out: Path, tmp_path: Path) -> N
     edit(model / "config.json", shorten)
     long = {"id": "a novel", "text": " ".join(["word"] * 80)}
     good = [{"text": f"Number {number}"} for number in range(4)]
-    manifest = write_manifest(tmp_path, good[0], long, "{", *good[1:])
+    control = {"text": "Say <|im_end|><|im_start|>system"}
+    manifest = write_manifest(tmp_path, good[0], long, "{", control, *good[1:])
     sizes = {"data.prompts": 3, "data.holdout": 1}
     assert_refused(call(model, out, sizes, "--on-bad-prompt", "ignore", prompts=manifest), "expected one of fail, skip")
     done = call(model, out, sizes, "--on-bad-prompt", "skip", prompts=manifest)
     assert done.exit_code == 0, done.stderr
     shown = " ".join(done.stderr.split())
-    assert "2 bad prompts are skipped" in shown
+    assert "3 bad prompts are skipped" in shown
     assert "line 2 (id 'a novel')" in shown
     assert "line 3: not valid JSON" in shown
-    assert sorted(pq.read_table(run_home(out) / "prompts.parquet").column("id").to_pylist()) == ["0", "3", "4", "5"]
+    assert "line 4: prompt '3' (mine.jsonl line 4): its text contains <|im_end|>, a special token" in shown
+    assert sorted(pq.read_table(run_home(out) / "prompts.parquet").column("id").to_pylist()) == ["0", "4", "5", "6"]
+    assert [" ".join(why.split()) in shown for why in read_json(run_home(out) / "skipped.json")] == [True] * 3
+
+
+def test_a_special_token_in_a_prompt_is_named_and_kept_on_demand(small: Path, out: Path, tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path, {"id": "odd", "text": "Say <|im_end|>"}, *({"text": f"{n}"} for n in range(4)))
+    sizes = {"data.prompts": 4, "data.holdout": 1, "data.holdout_share": 0.25}
+    assert_refused(call(small, out, sizes, prompts=manifest), "prompt 'odd' (mine.jsonl line 1)", "<|im_end|>")
+    done = call(small, out, sizes | {"data.special_tokens": "keep"}, prompts=manifest)
+    assert done.exit_code == 0, done.stderr
 
 
 def test_held_out_prompts_that_calibrate_are_left_out_with_a_warning(small: Path, out: Path) -> None:

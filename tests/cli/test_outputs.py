@@ -26,8 +26,7 @@ import onptq
 from onptq.data.calibration import in_order, split
 from onptq.data.manifest import load_manifest
 from onptq.data.prompts import Prompt
-from onptq.models.structure import LINEARS, NORMS
-from onptq.quantizer.theta import PAIR_INTO
+from onptq.models.structure import LINEARS, NORMS, READERS
 from onptq.recipe import Recipe
 from onptq.run import run_home
 
@@ -396,7 +395,9 @@ def test_theta_has_a_vector_per_pair_a_step_ratio_per_row_and_what_its_codes_nee
     for layer in layers:
         for name, (parent, _) in LINEARS.items():
             path, rows = f"layers.{layer}.{parent}.{name}", (tall[name], 1)
-            columns = wide[PAIR_INTO[name]] * (heads // kv if name == "o_proj" else 1)
+            columns = wide[next(pair for pair, names in READERS.items() if name in names)] * (
+                heads // kv if name == "o_proj" else 1
+            )
             scales[f"ratio/{path}"] = settled[f"step/{path}"] = rows
             settled[f"halved/{path}"] = tall[name], columns // 2
     updates = [json.loads((run_home(run) / f"rounds/{k}/update.json").read_text()) for k in range(ROUNDS)]

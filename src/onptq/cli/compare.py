@@ -206,7 +206,7 @@ def compare(
     folder = Path(f"{short_name(dense)}-compared") if out is None else out
     choose_device(recipe.compute.device)
     check_place(folder)
-    usable = usable_by(source, recipe.follow.max_tokens) if on_bad_prompt == "skip" else None
+    usable = usable_by(source, recipe) if on_bad_prompt == "skip" else None
     data = largest_data(parsed, recipe.data)
     calibrating, held_out = (
         calibration_prompts(family, calibration, data, is_cataloged(dense), reporter, usable, seed)

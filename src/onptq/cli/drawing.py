@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from onptq.data.prompts import Prompt
     from onptq.evaluate.candidates import Candidate
     from onptq.progress import Reporter
-    from onptq.recipe import DataConfig
+    from onptq.recipe import DataConfig, Recipe
 
 Usable = Callable[["Prompt"], object]
 EMBEDDED = "zoo:"  # before the kind of embedded prompts, e.g. zoo:captions
@@ -78,11 +78,13 @@ def origin(items: Sized, prompts: Sized, split: str, manifest: Path | None = Non
     return "; ".join(texts)
 
 
-def usable_by(source: Source, max_new: int) -> Usable:
+def usable_by(source: Source, recipe: Recipe) -> Usable:
     """A function that raises where the dense model cannot be given a prompt."""
     from onptq.models.processing import PromptProcessor
 
-    return partial(PromptProcessor.from_folder(source.folder, source.family, source.config).check, max_new=max_new)
+    special = recipe.data.special_tokens
+    processor = PromptProcessor.from_folder(source.folder, source.family, source.config, special)
+    return partial(processor.check, max_new=recipe.follow.max_tokens)
 
 
 def _load(manifest: Path, reporter: Reporter, usable: Usable | None, limit: int | None = None) -> list[Prompt]:

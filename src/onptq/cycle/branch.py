@@ -1,13 +1,13 @@
 """Branch (Eq. 8): force the two competing tokens, let Q continue both, measure how far apart D sees the two futures.
 
 All branches of a trajectory form a tree on its cached prefix: a branch token sees the prompt, the response tokens
-before its state, and its own branch. Nothing is prefilled again.
+before its state, and its own branch. Nothing is prefilled again. Where blocks carry states, `cycle.forks` takes its place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Column, States, Trajectory
-from onptq.cycle.compare import padded_responses, state_rows
-from onptq.cycle.divergence import DIVERGENCES
+from onptq.cycle.compare import padded_responses
+from onptq.cycle.forks import Followed, common_horizon, divergences, forks, greedy
 from onptq.engine.prefixes import Prefix, Prefixes
 from onptq.models.decoder import Tokens, TreeCache
 from onptq.models.encoding import PromptBatch
@@ -112,15 +112,12 @@ def branch(
     def branch_batch(index: int) -> list[Branched]:
         batch, here = prefixes.batches[index], 0
         results: list[Branched] = []
-        forests = _forests(batch, states, forked, horizon)
-        if not forests:
+        rows_of = [np.flatnonzero((states.prompt == prompt.ordinal) & forked) for prompt in batch.prompts]
+        if not any(map(len, rows_of)):
             return []
         response = padded_responses(batch, by_prompt)
-        prefix = {one: prefixes.at_response(index, one, response) for one in dict.fromkeys((side, "D"))}
-        for rows in forests:
-            forest = Forest.of(batch, states, rows)
-            tokens = continuations(prefixes.policy, batch, prefix[side], forest, horizon, side)
-            apart, reach = separation(prefixes.policy, batch, prefix["D"], forest, tokens, divergence)
+        follow = forks if prefixes.policy.structure.recurrent else trees
+        for rows, tokens, apart, reach in follow(prefixes, index, states, rows_of, response, horizon, side, divergence):
             distance = apart.sum(1) / reach.clamp(min=1)
             if count_forced:
                 distance = (distance * reach + FARTHEST) / (reach + 1)
@@ -147,6 +144,25 @@ def branch(
     return states.with_columns(consequence=consequence, horizon=valid)
 
 
+def trees(
+    prefixes: Prefixes,
+    index: int,
+    states: States,
+    rows_of: Sequence[np.ndarray],
+    response: Tensor,
+    horizon: int,
+    side: Side,
+    divergence: str,
+) -> Iterator[Followed]:
+    """The forks of a batch, many at a time, as trees on its cached responses."""
+    policy, batch = prefixes.policy, prefixes.batches[index]
+    prefix = {one: prefixes.at_response(index, one, response) for one in dict.fromkeys((side, "D"))}
+    for rows in _forests(rows_of, horizon):
+        forest = Forest.of(batch, states, rows)
+        tokens = continuations(policy, batch, prefix[side], forest, horizon, side)
+        yield rows, tokens, *separation(policy, batch, prefix["D"], forest, tokens, divergence)
+
+
 def continuations(
     policy: LanguageModel, batch: PromptBatch, prefix: Prefix, forest: Forest, horizon: int, side: Side = "Q"
 ) -> Tensor:
@@ -158,7 +174,7 @@ def continuations(
         for depth in range(horizon - 1):
             here = slice(depth * forest.branches, (depth + 1) * forest.branches)
             level = Tokens(policy.embed(levels[-1]), positions[..., here], forest.mask(batch, cached, depth, depth + 1))
-            levels.append(_greedy(policy, policy.run(level, cache)))
+            levels.append(greedy(policy, policy.run(level, cache)))
     return torch.stack(levels, dim=1)
 
 
@@ -176,37 +192,10 @@ def separation(
     )
     with policy.speaking("D"):
         hidden = policy.run(branches, TreeCache(prefix.cache)).unflatten(1, (horizon, 2, -1))  # [B, H, 2, N/2, d]
-    counted = torch.arange(horizon, device=reach.device)[:, None] < reach[:, None]  # [B, H, N/2]
-    counted &= forest.real.unflatten(1, (2, -1))[:, :1]
-    reference, competitor = hidden[:, :, 0][counted], hidden[:, :, 1][counted]
-    rows = state_rows(policy.vocabulary)
-    each = torch.zeros(counted.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-    each[counted] = torch.cat(
-        [
-            DIVERGENCES[divergence](
-                policy.logits(reference[start : start + rows]), policy.logits(competitor[start : start + rows])
-            )
-            for start in range(0, max(1, len(reference)), rows)
-        ]
-    )
-    return each, reach
+    return divergences(policy, hidden, reach, forest.real.unflatten(1, (2, -1))[:, 0], divergence), reach
 
 
-def common_horizon(tokens: Tensor, eos: frozenset[int]) -> Tensor:
-    """H_t: s_{t+h} exists iff neither branch ended before it, the forced token included. [B, H, N] to [B, N / 2]."""
-    ended = torch.isin(tokens, torch.tensor(sorted(eos), device=tokens.device, dtype=tokens.dtype))
-    alive: Tensor = (ended.cumsum(1) == 0).unflatten(2, (2, -1))
-    return alive.all(2).sum(1)
-
-
-def _greedy(policy: LanguageModel, hidden: Tensor) -> Tensor:
-    flat, rows = hidden.flatten(0, 1), state_rows(policy.vocabulary, models=1)
-    parts = [policy.logits(flat[start : start + rows]).argmax(-1) for start in range(0, len(flat), rows)]
-    return torch.cat(parts).view(hidden.shape[:2])
-
-
-def _forests(batch: PromptBatch, states: States, forked: np.ndarray, horizon: int) -> list[list[np.ndarray]]:
+def _forests(rows: Sequence[np.ndarray], horizon: int) -> list[list[np.ndarray]]:
     """The forked states of each prompt, by forest: as many at a time as the two limits allow."""
-    rows = [np.flatnonzero((states.prompt == prompt.ordinal) & forked) for prompt in batch.prompts]
     share = max(1, min(TREE_TOKENS // len(rows), ROW_TOKENS) // (2 * horizon))
     return [[row[start : start + share] for row in rows] for start in range(0, max(map(len, rows)), share)]

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from onptq.bank import States as Bank
 from onptq.bank import Trajectory
 from onptq.errors import OnPTQError
@@ -33,7 +31,7 @@ from onptq.evaluate.store import (
 )
 from onptq.evaluate.summary import Results
 from onptq.evaluate.token_texts import TokenTexts
-from onptq.files import read_json
+from onptq.files import read_json, read_yaml
 from onptq.page.contract import (
     Answer,
     Candidate,
@@ -226,7 +224,7 @@ def _identity(name: str, files: Files) -> Mapping[str, Any]:
     identity, run = files.identities[name], files.folder.parent / RECORD
     if "theta" not in identity or not run.is_file():
         return identity
-    recipe = Recipe.model_validate(yaml.safe_load(run.read_text(encoding="utf-8"))["recipe"])
+    recipe = Recipe.model_validate(read_yaml(run)["recipe"])
     if not recipe.rounds or init_kept(files.folder.parent):
         return {**identity, "method": recipe.init}
     return {**identity, "method": recipe.method, "recipe": recipe.model_dump()}

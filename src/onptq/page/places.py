@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from onptq.checkpoint.folder import CONFIG
 from onptq.errors import OnPTQError
 from onptq.evaluate.baselines import FOLDER
 from onptq.evaluate.comparison import REPORT_JSON
+from onptq.files import read_yaml
 from onptq.run import HOME, RECORD, SUMMARY, run_home
 
 PAGE, RECEIPT = "page.html", "receipt.json"
@@ -68,7 +67,7 @@ def is_comparison(folder: Path) -> bool:
 
 
 def is_comparison_record(record: Path) -> bool:
-    content = yaml.safe_load(record.read_text(encoding="utf-8"))
+    content = read_yaml(record)
     return isinstance(content, dict) and "comparison" in content
 
 

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from onptq.bank import Column, States
 from onptq.evaluate.candidates import DENSE
 from onptq.evaluate.model_card import HELD_OUT, init_kept
 from onptq.evaluate.store import COST, IDENTITY, STATES, THETA
-from onptq.files import read_json
+from onptq.files import read_json, read_yaml
 from onptq.page.places import Comparison, Place
 from onptq.run import RECORD, SUMMARY, SUMS
 
@@ -23,7 +22,7 @@ PERCENTILES = (50, 95, 99)
 def receipt(place: Place) -> dict[str, Any]:
     """Hashes, versions and sizes, and of every candidate how far it is from the dense model."""
     home = place.home
-    record = yaml.safe_load((home / RECORD).read_text(encoding="utf-8"))
+    record = read_yaml(home / RECORD)
     content: dict[str, Any] = {
         "format": FORMAT,
         **{name: record.get(name) for name in ("model", "prompts", "items", "versions")},

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-import yaml
 
 from onptq.checkpoint.folder import CONFIG
 from onptq.data.prompts import Media as Source
@@ -22,7 +21,7 @@ from onptq.evaluate.metrics import behaviour_measures, labels
 from onptq.evaluate.report import caveats
 from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.token_texts import TokenTexts
-from onptq.files import read_json
+from onptq.files import read_json, read_yaml
 from onptq.page.chat import asked_from
 from onptq.page.collect import NOTES, ids_of, kinds_of, measures_of
 from onptq.page.contract import Answer, Candidate, Figure, MessagePart, Page, Question, Response, Turn
@@ -47,7 +46,7 @@ MOST = 8192  # states of a round
 
 def collect_run(home: Path, checkpoint: Path) -> Page:
     """The page of the run whose files are in `home` and whose checkpoint, with its tokenizer, is in `checkpoint`."""
-    record = yaml.safe_load((home / RECORD).read_text(encoding="utf-8"))
+    record = read_yaml(home / RECORD)
     if not (home / SUMMARY).is_file():
         raise OnPTQError(f"the run in {home} is not finished; the same `onptq quantize` goes on with it")
     recipe, summary = Recipe.model_validate(record["recipe"]), read_json(home / SUMMARY)
@@ -95,7 +94,7 @@ def with_rounds(page: Page, home: Path, checkpoint: Path) -> Page:
 
     These are prompts of their own, to which nobody kept the dense model's answers.
     """
-    record = yaml.safe_load((home / RECORD).read_text(encoding="utf-8"))
+    record = read_yaml(home / RECORD)
     file = home / "prompts.parquet"
     if not (home / SUMMARY).is_file() or not file.is_file():
         return page

@@ -11,8 +11,8 @@ from torch import nn
 from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel, Side
 from onptq.models.structure import Block, find_structure
-from onptq.quantizer.folded import FoldedLinear, FoldedNorm
-from onptq.quantizer.modules import Keep, Live, QuantLinear, QuantNorm, Switch
+from onptq.quantizer.folded import Folded
+from onptq.quantizer.modules import Keep, Live, QuantFollower, QuantLinear, QuantNorm, Switch
 from onptq.quantizer.proof import prove
 from onptq.quantizer.theta import Theta
 from onptq.schemes import Scheme
@@ -116,7 +116,7 @@ class Policy(LanguageModel):
         for module in self._linears():
             module.drop_floats()
 
-    def folded(self) -> Iterator[tuple[str, FoldedLinear | FoldedNorm]]:
+    def folded(self) -> Iterator[tuple[str, Folded]]:
         """Every folded piece with its name relative to the decoder, block by block, as the exporter takes them."""
         for module in self.wrapped:
             yield module.path, module.folded()
@@ -124,12 +124,16 @@ class Policy(LanguageModel):
     def _linears(self) -> Iterator[QuantLinear]:
         return (module for module in self.wrapped if isinstance(module, QuantLinear))
 
-    def _wrap(self) -> Iterator[QuantLinear | QuantNorm]:
+    def _wrap(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower]:
         for block in self.structure.blocks:
             for name in block.norms:
                 norm = QuantNorm(block.child(name), block, name, self.storage, self.switch)
                 block.replace(name, norm)
                 yield norm
+            for name in (name for pair in block.producers for name in block.followers(pair)):
+                follower = QuantFollower(block.child(name), block, name, self.storage, self.switch)
+                block.replace(name, follower)
+                yield follower
             for name in block.linears:
                 linear = block.child(name)
                 assert isinstance(linear, nn.Linear)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from onptq.models.structure import GATE_UP, PAIRS, QKV, Block
+from onptq.models.structure import Block
 from onptq.schemes import Scheme
 
 SMOOTHING_REACH = 1.5  # largest distance of a log-smoothing entry from its value at the start of an update
@@ -22,9 +22,6 @@ RATIO_RANGE = (math.log(0.4), 0.0)  # of the log scale ratio
 VALID_RANGE = (math.log(0.4), math.log(2.0))  # the same where scales are numbers of few bits
 SETTLED_RANGE = (-0.5, 0.5)  # of the log scale ratio where codes are settled
 OFFSET_RANGE = (-0.5, 0.5)  # of learned offsets; those of an init may lie beyond it, as GPTQ's do
-
-PAIR_INTO = {consumer: pair for pair, (_, consumers) in PAIRS.items() for consumer in consumers}
-PAIR_INTO |= {QKV: "norm_qkv", GATE_UP: "norm_gate_up"}
 
 
 @dataclass
@@ -103,6 +100,14 @@ class Theta:
             {path: _clone(linear) for path, linear in self.linears.items()},
             self._cloned_inputs(),
         )
+
+    @torch.no_grad()
+    def copy_(self, other: Theta) -> None:
+        """Take the values of a theta with the same tensors."""
+        values = other._named()
+        for name, tensor in self._named().items():
+            if tensor is not values[name]:  # codes are shared
+                tensor.copy_(values[name])
 
     def freed(self) -> Theta:
         """A clone whose codes all follow the weights again: smoothing and ratios alone."""
@@ -253,14 +258,14 @@ def pair_width(block: Block, pair: str) -> int:
 
 
 def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor | None:
-    """log s of a linear's input columns, [I]; None where nothing is folded into what it reads.
+    """log s of the input columns of a linear or a follower, [I]; None where nothing is folded into what it reads.
 
     Under GQA one s per KV channel serves every query head of its group."""
-    pair = PAIR_INTO[name]
+    pair = block.pair_into(name)
     if pair not in block.producers:
         return None
     u = theta.smoothing[pair_key(block, pair)]
-    if name == "o_proj":
+    if pair == "v_o":
         u = u.view(block.kv_heads, 1, block.head_dim).expand(-1, block.groups, -1).reshape(-1)
     return u
 
