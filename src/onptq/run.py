@@ -127,7 +127,7 @@ class Run:
     def scratch(self, name: str) -> Path:
         """A folder for what does not fit into memory, which nobody else may read; it is gone when the run is closed or opened
         again."""
-        (self.home / SCRATCH).mkdir(mode=0o700, exist_ok=True)
+        (self.home / SCRATCH).mkdir(mode=0o700, parents=True, exist_ok=True)
         return self.home / SCRATCH / name
 
     @property
