@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from onptq.errors import OnPTQError
-from onptq.files import TEMPORARY, atomically, explained, file_sha256, plain, read_json, read_yaml, to_json, to_yaml
+from onptq.files import TEMPORARY, atomically, explained, file_sha256, plain, read_json, to_json
 from onptq.overrides import difference
+from onptq.plain_yaml import read_yaml, to_yaml
 from onptq.ranks import ALONE
 
 HOME = "onptq"  # inside the output folder: the files of a comparison, and of a quantization by contract 1
@@ -107,7 +108,8 @@ class Run:
                 temporary.write_text(to_yaml(record), encoding="utf-8")
         versions = plain(identity).get("versions") or {}
         self.log("open", resumed=self.resumed, versions=versions)
-        changed = difference(recorded.get("versions") or {}, versions) if recorded is not None else []
+        before = (recorded or {}).get("versions")
+        changed = difference(before, versions) if isinstance(before, Mapping) else []
         if changed:
             text = "this run was begun with other versions, so its end may differ: " + "; ".join(changed)
             self.log("warning", text=text)
@@ -127,7 +129,8 @@ class Run:
     def scratch(self, name: str) -> Path:
         """A folder for what does not fit into memory, which nobody else may read; it is gone when the run is closed or opened
         again."""
-        (self.home / SCRATCH).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / SCRATCH).mkdir(mode=0o700, exist_ok=True)
         return self.home / SCRATCH / name
 
     @property
@@ -226,14 +229,20 @@ class Run:
                     sums.setdefault(found["name"], set()).add(found["digest"])
         return sums
 
+    def _is_file(self, name: str) -> bool:
+        """Whether a name that is in the sums is that of a file. Half a name may be a folder's, a damaged one nobody's."""
+        try:
+            return self.file(name).is_file()
+        except OSError:
+            return False
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Commit the summary, the run's last file, and leave the sums of the files that are there.
 
         Files of earlier processes that this one did not need must still be what they were."""
         self.wait()
-        there = {str(path.relative_to(self.file())) for path in self.file().rglob("*") if path.is_file()}
         for name, sums in self._sums().items():
-            if name not in self._intact and name in there:  # a damaged name may be any text
+            if name not in self._intact and self._is_file(name):
                 self._check(name, sums)
         self.write_json(summary, SUMMARY)
         files = sorted(str(path.relative_to(self.home)) for path in self.home.rglob("*") if path.is_file())
