@@ -24,8 +24,8 @@ from pydantic import (
 )
 
 from onptq.errors import OnPTQError, did_you_mean
-from onptq.files import parse_yaml, read_yaml, to_yaml
 from onptq.overrides import Overrides, explain, override, with_implied
+from onptq.plain_yaml import parse_yaml, read_yaml, to_yaml
 from onptq.registry import LOSS_TERMS, METHODS, SELECTION_RULES, Registry
 from onptq.schemes import NAMED, Scheme
 
