@@ -284,7 +284,7 @@ class Reweighted(nn.Module, Generic[Whole]):
 
     @torch.no_grad()
     def fold(self, theta: Theta) -> Whole:
-        return self.whole(self.of(theta).to(self.storage))
+        return self.whole(self.of(theta).to(self.storage, copy=True))
 
 
 class QuantNorm(Reweighted[FoldedNorm]):
