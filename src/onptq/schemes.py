@@ -126,6 +126,15 @@ class Scheme:
         """Whether no serving kernel exists, so that only transformers can run the checkpoint, as a simulation."""
         return self not in _NAMES and self.kind not in {"W4A16", "W8A16", "W8A8", "W4A8"}
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a stored weight and of its share of a group's or block's scales; scales of whole rows are left out."""
+        if self.group_size is None:
+            return self.weight_bits
+        scale = 16 if self.scales == "dtype" else 8
+        zero = 0 if self.symmetric else self.weight_bits
+        return self.weight_bits + (scale + zero) / (self.group_size * self.block_rows)
+
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of a weight's scales. Rows of the last block may be missing, columns of the last group may not."""
         return math.ceil(rows / self.block_rows), columns // self.group_size if self.group_size else 1

@@ -18,9 +18,14 @@ VLLM, TRANSFORMERS = "vLLM 0.32", "transformers 5.22"
 # another scheme. doubtful: nobody has seen it work. refuses: does not load or does not run.
 Verdict = Literal["serves", "simulates", "differs", "doubtful", "refuses"]
 
-# run: seen on such hardware. selected: the server's own choice of kernel for a 7B shape, which was not run. read: from the
-# kernel's list of types. documented: the server's documentation says so. untested: none of these.
 Evidence = Literal["run", "selected", "read", "documented", "untested"]
+EVIDENCE: Mapping[Evidence, str] = {
+    "run": "seen on such hardware",
+    "selected": "the server's choice of kernel, not run",
+    "read": "from the kernel's list of types, not run",
+    "documented": "the server's documentation says so",
+    "untested": "nobody has tried it",
+}
 
 
 @dataclass(frozen=True)

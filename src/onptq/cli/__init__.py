@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from onptq.cli import (
+    advise,
     compare,
     data,
     diff,
@@ -123,6 +124,7 @@ def _options(
 
 app.command("quantize")(quantize.quantize)
 app.command("plan")(plan.plan)
+app.command("advise")(advise.advise)
 app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("compare")(compare.compare)

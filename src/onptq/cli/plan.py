@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from onptq.checkpoint.serving import EVIDENCE
 from onptq.cli.settings import (
     DEVICE_HELP,
     INIT_HELP,
@@ -39,13 +40,6 @@ VERDICTS = {
     "differs": "computes another scheme",
     "doubtful": "may not serve it",
     "refuses": "refuses it",
-}
-EVIDENCE = {
-    "run": "seen on such hardware",
-    "selected": "the server's choice of kernel, not run",
-    "read": "from the kernel's list of types, not run",
-    "documented": "the server's documentation says so",
-    "untested": "nobody has tried it",
 }
 
 

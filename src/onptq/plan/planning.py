@@ -139,7 +139,7 @@ def make_plan(
     if calibration is None and holdout is not None:
         raise OnPTQError("expected --calibration beside --holdout: held-out prompts alone calibrate nothing")
     check_on_bad_prompt(on_bad_prompt)
-    folder, scheme = _folder(model), Scheme.parse(recipe.scheme)
+    folder, scheme = local_folder(model), Scheme.parse(recipe.scheme)
     plan = Plan(str(model), recipe, tuple(serving(scheme)))
     try:
         source = find_source(folder)
@@ -165,7 +165,7 @@ def make_plan(
     return _estimated(replace(plan, work=work, machine=machine), source, parts, work, machine, prompts, out)
 
 
-def _folder(model: str | Path) -> Path | str:
+def local_folder(model: str | Path) -> Path | str:
     """The folder of a model that is on this machine: planning never uses the network."""
     if is_cataloged(str(model)) or Path(model).is_dir():
         return model
