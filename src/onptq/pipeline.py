@@ -22,7 +22,14 @@ from onptq.checkpoint.companions import check_room, companion_bytes
 from onptq.checkpoint.folder import CONFIG
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
-from onptq.checkpoint.write import check_apart, check_exportable, check_groups, output_bytes, write_checkpoint
+from onptq.checkpoint.write import (
+    check_apart,
+    check_cached,
+    check_exportable,
+    check_groups,
+    output_bytes,
+    write_checkpoint,
+)
 from onptq.cycle.calibrate import Holdout
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle, bank_figures
@@ -170,6 +177,7 @@ def check(
         source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
     )
     check_groups(checkpoint, decoder, scheme)
+    check_cached(checkpoint, scheme, source.family.other_models)
     if not (out / CONFIG).exists():
         check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
     seed = None if is_contract_1(out) else recipe.seed

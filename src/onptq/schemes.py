@@ -17,6 +17,7 @@ from onptq.errors import OnPTQError
 PAPER_SCHEMES = ("W4A16", "W8A8", "W4A8", "W4A6")
 UNQUANTIZED_BITS = 16  # activations of a weight-only scheme stay in the model's own dtype
 
+CACHE = "+kv8"  # the KV cache in E4M3, one static scale for a layer's keys and one for its values
 _PATTERN = re.compile(r"W(\d+)A(\d+)(?:-g(\d+))?(-asym)?", re.IGNORECASE)
 
 
@@ -59,6 +60,7 @@ class Scheme:
     block_rows: int = 1  # output rows that share a scale
     activation_group: int | None = None  # channels that share a scale; None: all of a token's
     scales: ScaleType = "dtype"
+    cache_floats: Floats | None = None  # of keys and values in the cache
 
     def __post_init__(self) -> None:
         for side, bits in (("weight", self.weight_bits), ("activation", self.activation_bits)):
@@ -73,17 +75,36 @@ class Scheme:
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
-        named = {name.lower(): scheme for name, scheme in NAMED.items()}.get(text.strip().lower())
-        if named is not None:
-            return named
-        match = _PATTERN.fullmatch(text.strip())
-        if match is None:
+        linears, plus, rest = text.strip().partition("+")
+        cache = E4M3 if f"{plus}{rest}".lower() == CACHE else None
+        named = {name.lower(): scheme for name, scheme in NAMED.items()}.get(linears.lower())
+        match = _PATTERN.fullmatch(linears)
+        if (named is None and match is None) or (plus and cache is None):
             raise OnPTQError(
                 f"unknown scheme {text!r}: expected one of {', '.join((*PAPER_SCHEMES, *NAMED))}, any other WbAb with "
-                "2 to 8 bits, with -gN for groups of N columns and, for weight-only schemes, -asym, e.g. W4A16-g128-asym"
+                "2 to 8 bits, with -gN for groups of N columns and, for weight-only schemes, -asym, e.g. W4A16-g128-asym; "
+                f"each with {CACHE} for a KV cache of 8 bits"
             )
+        if named is not None:
+            return replace(named, cache_floats=cache)
+        assert match is not None
         weight_bits, activation_bits, group_size, asymmetric = match.groups()
-        return cls(int(weight_bits), int(activation_bits), int(group_size) if group_size else None, not asymmetric)
+        return cls(
+            int(weight_bits),
+            int(activation_bits),
+            int(group_size) if group_size else None,
+            not asymmetric,
+            cache_floats=cache,
+        )
+
+    @property
+    def of_linears(self) -> Scheme:
+        """The scheme without its KV cache."""
+        return replace(self, cache_floats=None)
+
+    @property
+    def quantizes_cache(self) -> bool:
+        return self.cache_floats is not None
 
     @property
     def quantizes_weights(self) -> bool:
@@ -118,13 +139,14 @@ class Scheme:
 
     @property
     def kind(self) -> str:
-        """Its name without groups and zero points of integers, as servers know it."""
-        return str(self) if self in _NAMES else str(replace(self, group_size=None, symmetric=True))
+        """Its name without KV cache, and without groups and zero points of integers, as servers know it."""
+        linears = self.of_linears
+        return str(linears) if linears in _NAMES else str(replace(linears, group_size=None, symmetric=True))
 
     @property
     def simulated(self) -> bool:
         """Whether no serving kernel exists, so that only transformers can run the checkpoint, as a simulation."""
-        return self not in _NAMES and self.kind not in {"W4A16", "W8A16", "W8A8", "W4A8"}
+        return self.of_linears not in _NAMES and self.kind not in {"W4A16", "W8A16", "W8A8", "W4A8"}
 
     @property
     def bits_per_weight(self) -> float:
@@ -140,10 +162,11 @@ class Scheme:
         return math.ceil(rows / self.block_rows), columns // self.group_size if self.group_size else 1
 
     def __str__(self) -> str:
-        if self in _NAMES:
-            return _NAMES[self]
+        cache = CACHE if self.quantizes_cache else ""
+        if self.of_linears in _NAMES:
+            return _NAMES[self.of_linears] + cache
         groups = f"-g{self.group_size}" if self.group_size else ""
-        return f"W{self.weight_bits}A{self.activation_bits}{groups}{'' if self.symmetric else '-asym'}"
+        return f"W{self.weight_bits}A{self.activation_bits}{groups}{'' if self.symmetric else '-asym'}{cache}"
 
 
 NAMED: Mapping[str, Scheme] = MappingProxyType(

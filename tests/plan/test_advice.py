@@ -66,6 +66,12 @@ def test_what_does_not_fit_comes_last_and_smaller_weights_take_its_place(small: 
     assert advice.best is by_name["W4A8"]
     fits = [choice.fits for choice in advice.choices]
     assert fits == sorted(fits, key=bool, reverse=True)
+    context = int((room - sizes["W4A16"]) // token) + 1  # nothing fits but with a smaller cache
+    advice = advise("h200", 1, small, context)
+    assert advice.best is not None
+    assert (str(advice.best.scheme), advice.best.cache_bytes) == ("FP8+kv8", token * context // 2)
+    assert advice.best.reason.endswith("a KV cache of 8 bits makes it fit")
+    assert "queries" in advice.best.row.note
     none = run(small, "--gpu", "h200", "--memory", 1, "--context", 2 * int(room // token))
     assert none.exit_code == 1
     assert none.output.startswith("nothing of ")

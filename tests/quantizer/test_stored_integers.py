@@ -9,7 +9,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 from test_floats import DTYPES, args_of, normal
 
-from onptq.checkpoint.write import compress_linear, storage_format
+from onptq.checkpoint.packing import compress_linear, storage_format
 from onptq.kernels.grid import OFF_TIE
 from onptq.quantizer.folded import FoldedLinear
 from onptq.quantizer.numerics import quantize_inputs

@@ -153,6 +153,10 @@ def _describe(base: BaseModel, scheme: Scheme) -> str:
         activations = (
             f"{_numbers(scheme.activation_grid)}, symmetric, one dynamic scale{SCALES[scheme.scales]} per {span}"
         )
+    cache = "The KV cache is not quantized."
+    if scheme.cache_floats is not None:
+        kept = _numbers(scheme.cache_floats)
+        cache = f"The KV cache: {kept}, symmetric, one static scale for a layer's keys and one for its values."
     named = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else escaped(base.name)
     if base.stated:
         named += f" (whose card names [{base.stated}](https://huggingface.co/{base.stated}) as its base model)"
@@ -160,7 +164,7 @@ def _describe(base: BaseModel, scheme: Scheme) -> str:
         f"{named} with the linears of its language model quantized by OnPTQ, in the compressed-tensors format.\n\n"
         f"- Weights: {weights}.\n- Activations: {activations}.\n"
         "- The norms inside the decoder layers take up smoothing factors. They are stored in the dtype of the scales.\n"
-        "- Embeddings, lm_head and any vision or audio tower are copied from the source. The KV cache is not quantized."
+        f"- Embeddings, lm_head and any vision or audio tower are copied from the source. {cache}"
     )
 
 

@@ -156,7 +156,7 @@ def _unpack(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
     model.hf_quantizer.compressor.decompress_model(model=model)
     for module in model.modules():
-        if getattr(module, "quantization_scheme", None) is not None:
+        if getattr(module, "quantization_scheme", None) is not None and hasattr(module, "weight"):
             module.weight.data = module.weight.data.to(dtype)
     try:
         from compressed_tensors.offload import remove_dispatch

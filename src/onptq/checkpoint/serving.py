@@ -235,6 +235,19 @@ TABLE: Mapping[str, tuple[Served, ...]] = {
     "MXFP8": _MXFP8,
 }
 
+# A KV cache in E4M3, read from what vLLM's attentions take: FlashAttention from Hopper on, Triton from Ada on.
+_TAKEN = "KV cache in E4M3 with the checkpoint's scales"
+_QUERIES = f"{_TAKEN}; FlashAttention rounds queries to it, too, with a scale of 1, which the simulation does not"
+CACHES: Mapping[str, str | None] = {  # None: nothing there is known to take it
+    AMPERE: None,
+    ADA: _TAKEN,
+    HOPPER: _QUERIES,
+    BLACKWELL: _QUERIES,
+    CPU: _TAKEN,
+    CPU_AMX: _TAKEN,
+}
+NO_CACHE = "FlashAttention and Triton take no KV cache in E4M3 there; FlashInfer was not read"
+
 # Group sizes each kernel lists, beside one scale per row. The CPU's kernel takes any even size.
 GROUPS = {"Marlin": (32, 64, 128), "Machete": (64, 128)}
 ZERO_POINT_BITS = {"Marlin": (4,), "Machete": (4, 8), "CPUWNA16": (4,)}
@@ -245,7 +258,8 @@ def serving(scheme: Scheme) -> list[Served]:
     if scheme.simulated:
         return [_simulation(), _unserved(scheme)]
     rows = TABLE[scheme.kind]
-    return [_simulation(), *(_fitted(row, scheme) for row in rows)]
+    rows = tuple(_fitted(row, scheme.of_linears) for row in rows)
+    return [_simulation(), *(map(_cached, rows) if scheme.quantizes_cache else rows)]
 
 
 def recommended(scheme: Scheme) -> Served | None:
@@ -266,11 +280,22 @@ def _simulation() -> Served:
 
 
 def _unserved(scheme: Scheme) -> Served:
-    if scheme.kind == "W4A6":
+    if scheme.of_linears.kind == "W4A6":
         return _vllm(
             "any", "refuses", None, "nothing", "run", note="no compressed-tensors scheme matches: simulation only"
         )
     return _vllm("any", "doubtful", None, "unknown", "untested", note="no kernel is known to run it: simulation only")
+
+
+def _cached(row: Served) -> Served:
+    """A row of a scheme's linears with a quantized KV cache beside them."""
+    if row.verdict == "refuses":
+        return row
+    taken = CACHES[row.hardware]
+    note = "; ".join(filter(None, (row.note, taken or NO_CACHE)))
+    if taken is None:
+        return replace(row, verdict="doubtful", computes="unknown", evidence="read", note=note)
+    return replace(row, evidence="read", note=note)
 
 
 def _fitted(row: Served, scheme: Scheme) -> Served:

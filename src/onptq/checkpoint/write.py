@@ -21,27 +21,17 @@ from onptq.checkpoint.card import PICTURE, write_card
 from onptq.checkpoint.companions import STAGED_CONFIG, companion_bytes, copy_companions, reported, staged, write_text
 from onptq.checkpoint.folder import BITS, DTYPES, Checkpoint, StoredTensor, open_source
 from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches, storage_dtype
+from onptq.checkpoint.packing import compress_linear, storage_format
 from onptq.checkpoint.provenance import Provenance, Results
-from onptq.checkpoint.quantization import Numbers, activation_numbers, weight_numbers
+from onptq.checkpoint.quantization import Numbers, activation_numbers, cache_numbers, weight_numbers
 from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
 from onptq.errors import OnPTQError
-from onptq.quantizer.folded import FoldedLinear, FoldedNorm
+from onptq.quantizer.folded import FoldedCache, FoldedLinear, FoldedNorm
 from onptq.quantizer.numerics import product_dtype
 from onptq.schemes import Scheme
 
 HEAD = "re:.*lm_head"
-# compressed-tensors 0.17 (vLLM's) fills each int32 with whole codes and pads it; 0.20 lets codes straddle two words.
-# They agree only on widths that divide 32; every other width is stored one code a byte, which all versions read alike.
-PACKABLE_BITS = (2, 4, 8)
-FLOAT_FORMATS = {
-    (8, "dtype"): "float-quantized",
-    (4, "E4M3"): "nvfp4-pack-quantized",
-    (4, "E8M0"): "mxfp4-pack-quantized",
-    (8, "E8M0"): "mxfp8-quantized",
-}
-E8M0_BIAS = 126  # of the exponent that frexp gives: one more than that of a power of two
 SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": torch.uint8}
-PACKED_ROWS = 128
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +39,7 @@ logger = logging.getLogger(__name__)
 def write_checkpoint(
     source: Path,
     out: Path,
-    folded: Iterable[tuple[str, FoldedLinear | FoldedNorm]],
+    folded: Iterable[tuple[str, FoldedLinear | FoldedNorm | FoldedCache]],
     scheme: Scheme,
     *,
     ignore: Sequence[str],
@@ -76,8 +66,10 @@ def write_checkpoint(
     room = header_room(_output_names(checkpoint, decoder))
     needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
     with staged(out, needed) as stage, ShardWriter(stage, room, max_shard_bytes) as shards:
-        replaced: set[str] = set()
+        replaced, cached = set[str](), set[str]()
         for name, part in folded:
+            if isinstance(part, FoldedCache):
+                cached.add(name)
             tensors, taken = _replacement(checkpoint, decoder, name, part, scheme)
             if taken & replaced:
                 raise OnPTQError(f"{name} was folded twice; expected every linear and norm at most once")
@@ -87,6 +79,10 @@ def write_checkpoint(
                     shards.add(key, tensor)
             del part, tensors, tensor
         _check_complete(decoder, replaced)
+        if scheme.quantizes_cache and cached != (layers := cached_layers(decoder)):
+            raise OnPTQError(
+                f"{len(cached)} of {len(layers)} layers have scales of their KV cache: {sorted(layers - cached)}"
+            )
         for key, tensor in checkpoint.read(key for key in checkpoint.tensors if key not in replaced):
             with reported(out, needed):
                 shards.add(key, tensor)
@@ -97,17 +93,6 @@ def write_checkpoint(
             if picture is not None:
                 write_text(stage / PICTURE, picture)
             write_text(stage / STAGED_CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
-def storage_format(scheme: Scheme) -> str:
-    """How compressed-tensors stores a scheme: W8A8 as int8, which int8 kernels read; narrower weights packed, where
-    packing means the same to every reader."""
-    if not scheme.quantizes_weights:
-        return "dense"
-    if scheme.weight_floats is not None:
-        return FLOAT_FORMATS[scheme.weight_bits, scheme.scales]
-    int8_kernel = scheme.weight_bits == 8 and scheme.quantizes_activations
-    return "int-quantized" if int8_kernel or scheme.weight_bits not in PACKABLE_BITS else "pack-quantized"
 
 
 def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any] | None:
@@ -121,6 +106,7 @@ def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]
     for side, numbers in (("weights", weight_numbers(scheme)), ("input_activations", activation_numbers(scheme))):
         if numbers is not None:
             group[side] = _args(numbers, scheme.scales, static=side == "input_activations" and scheme.scales_inputs)
+    cache = cache_numbers(scheme)
     group["format"] = storage_format(scheme)
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
@@ -128,65 +114,12 @@ def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]
         "config_groups": {"group_0": group},
         "ignore": list(ignore),
         "quantization_status": "compressed",
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": None if cache is None else _args(cache, "dtype", static=False),
         "global_compression_ratio": None,
     }
     # Written as it stands rather than dumped from the model: each version dumps fields that others refuse to read.
     QuantizationConfig.model_validate(config)
     return config | {"version": compressed_tensors.__version__}
-
-
-def compress_linear(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors that stand for one linear's weight, by their names below the module."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    if not scheme.quantizes_weights:
-        return {"weight": linear.codes * linear.scale.to(linear.codes.dtype)}
-    bits = scheme.weight_bits
-    if scheme.scales != "dtype":
-        return _compress_floats(linear, scheme)
-    if storage_format(scheme) in ("int-quantized", "float-quantized"):
-        tensors = {"weight": linear.codes, "weight_scale": linear.scale}
-        return tensors if linear.zero is None else tensors | {"weight_zero_point": linear.zero}
-    tensors = {
-        "weight_packed": _pack_rows(linear.codes, bits),
-        "weight_scale": linear.scale,
-        "weight_shape": torch.tensor(linear.codes.shape, dtype=torch.int64),
-    }
-    if linear.zero is not None:
-        tensors["weight_zero_point"] = pack_to_int32(linear.zero, bits, packed_dim=0)
-    return tensors
-
-
-def _compress_floats(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
-    """Codes of floats whose scales have few bits themselves."""
-    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
-
-    codes = (
-        {"weight_packed": pack_fp4_to_uint8(linear.codes.float())}
-        if scheme.weight_bits == 4
-        else {"weight": linear.codes}
-    )
-    if scheme.scales == "E8M0":
-        return codes | {"weight_scale": (torch.frexp(linear.scale).exponent + E8M0_BIAS).to(torch.uint8)}
-    assert linear.tensor_scale is not None
-    common = linear.tensor_scale.reshape(1)
-    tensors = codes | {
-        "weight_scale": (linear.scale * common).to(torch.float8_e4m3fn),
-        "weight_global_scale": common,
-    }
-    return tensors | ({} if linear.input_scale is None else {"input_global_scale": linear.input_scale.reshape(1)})
-
-
-def _pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """[O, I] int8 -> [O, ceil(I * bits / 32)] int32, some rows at a time: packing wants 16 bytes of scratch per code."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    outputs, inputs = codes.shape
-    packed = torch.empty(outputs, math.ceil(inputs * bits / 32), dtype=torch.int32)
-    for start in range(0, outputs, PACKED_ROWS):
-        packed[start : start + PACKED_ROWS] = pack_to_int32(codes[start : start + PACKED_ROWS], bits)
-    return packed
 
 
 def _args(numbers: Numbers, scales: str, *, static: bool) -> dict[str, Any]:
@@ -207,10 +140,12 @@ def _args(numbers: Numbers, scales: str, *, static: bool) -> dict[str, Any]:
 
 
 def _replacement(
-    checkpoint: Checkpoint, decoder: Decoder, name: str, part: FoldedLinear | FoldedNorm, scheme: Scheme
+    checkpoint: Checkpoint, decoder: Decoder, name: str, part: FoldedLinear | FoldedNorm | FoldedCache, scheme: Scheme
 ) -> tuple[dict[str, Tensor], set[str]]:
     """The new tensors under their names on disk, and the names of the source's tensors that they stand for."""
     key = decoder.prefix + name
+    if isinstance(part, FoldedCache):
+        return dict(zip(_cache_names(key), (part.key, part.value), strict=True)), set()
     weight = checkpoint.tensors.get(f"{key}.weight")
     if weight is None:
         raise OnPTQError(f"{name} was folded, but {checkpoint.folder} has no tensor {key}.weight")
@@ -304,6 +239,16 @@ def check_groups(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> No
             )
 
 
+def check_cached(checkpoint: Checkpoint, scheme: Scheme, other_models: Sequence[str]) -> None:
+    """Refuse a quantized KV cache beside other models: readers of the whole would quantize their caches, too."""
+    others = [name for name in other_models if any(key.startswith(name) for key in checkpoint.tensors)]
+    if scheme.quantizes_cache and others:
+        raise OnPTQError(
+            f"{scheme}: {checkpoint.folder} holds other models ({', '.join(others)}), for whose KV caches readers would miss "
+            "scales; expected a checkpoint of the language model and its towers alone"
+        )
+
+
 def _check_seven(checkpoint: Checkpoint, decoder: Decoder) -> None:
     """Readers quantize every Linear that is not ignored, so a decoder layer may hold no others than the seven."""
     linears = {f"{decoder.prefix}{name}.weight" for name in decoder.linears}
@@ -364,16 +309,29 @@ def _with_quantization(config: dict[str, Any], quantization: dict[str, Any] | No
 
 
 def _output_names(checkpoint: Checkpoint, decoder: Decoder) -> list[str]:
-    """Every name that may be written; a linear has some of its parts only."""
+    """Every name that may be written; a linear has some of its parts only, a cache its scales or none."""
     parts = (
         *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
         *("weight_global_scale", "input_global_scale"),
     )
-    return [*checkpoint.tensors, *(f"{decoder.prefix}{name}.{part}" for name in decoder.linears for part in parts)]
+    linears = (f"{decoder.prefix}{name}.{part}" for name in decoder.linears for part in parts)
+    caches = (name for layer in cached_layers(decoder) for name in _cache_names(decoder.prefix + layer))
+    return [*checkpoint.tensors, *linears, *caches]
+
+
+def cached_layers(decoder: Decoder) -> set[str]:
+    """The attentions that have a KV cache, by name relative to the decoder."""
+    return {name.rpartition(".")[0] for name in decoder.linears if name.endswith(".o_proj")}
+
+
+def _cache_names(attention: str) -> tuple[str, str]:
+    return f"{attention}.k_scale", f"{attention}.v_scale"
 
 
 def output_bytes(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> int:
     total = checkpoint.weight_bytes
+    if scheme.quantizes_cache:
+        total += 2 * len(cached_layers(decoder)) * DTYPES[storage_dtype(checkpoint, decoder)].itemsize
     if not scheme.quantizes_weights:
         return total
     bits = scheme.weight_bits if "pack-quantized" in storage_format(scheme) else 8

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from onptq.recipe import Recipe
 
 ZOO = "zoo:"
-SCHEME_HELP = f"W4A16, W8A8, W4A8, W4A6, any WbAb; -gN, and -asym with A16; {', '.join(NAMED)}."
+SCHEME_HELP = (
+    f"W4A16, W8A8, W4A8, W4A6, any WbAb; -gN, and -asym with A16; {', '.join(NAMED)}; +kv8 for a KV cache of 8 bits."
+)
 METHOD_HELP = (
     "onptq; its controls static (gamma 0), uniform (no risk) and offpolicy (the dense model's rollouts); or a base method: "
     "`onptq list methods`."

@@ -36,6 +36,7 @@ def how_made(identity: Mapping[str, Any]) -> str:
         if scheme.quantizes_activations
         else ", activations as they were"
     )
+    bits += "" if scheme.cache_floats is None else f", KV cache in {_numbers(scheme.cache_floats)}"
     recipe, method = identity.get("recipe"), identity.get("method")
     if recipe is not None:
         rounds = "one round" if recipe["rounds"] == 1 else f"{recipe['rounds']} rounds"

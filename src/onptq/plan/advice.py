@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from onptq.checkpoint.serving import ADA, AMPERE, BLACKWELL, HOPPER, VLLM, Served, serve_command, serving
 from onptq.checkpoint.source import Source, find_source
-from onptq.checkpoint.write import check_exportable, check_groups, output_bytes
+from onptq.checkpoint.write import check_cached, check_exportable, check_groups, output_bytes
 from onptq.errors import OnPTQError, did_you_mean
 from onptq.plan.machine import GPUS
 from onptq.plan.parts import OTHER_MODELS, Parts, find_parts
 from onptq.plan.planning import local_folder
-from onptq.schemes import NAMED, UNQUANTIZED_BITS, Scheme
+from onptq.schemes import E4M3, NAMED, UNQUANTIZED_BITS, Scheme
 
 SHARE = 0.9  # of the memory for weights and KV cache; the rest is left to activations and to the server itself
 CONTEXT = 8192  # tokens in the KV cache, of all requests together
@@ -124,19 +124,21 @@ def advise(gpu: str, memory: float | None = None, model: str | Path | None = Non
     if source is not None and target.gib is None:
         raise OnPTQError(f"--gpu {gpu} says no memory: expected --memory beside it, in GiB")
     sizes = None if source is None else _Sizes(source, context)
-    choices, left_out = [], []
+    choices: list[Choice] = []
+    left_out: list[LeftOut] = []
     for scheme in map(Scheme.parse, CANDIDATES):
         row = _serves(scheme, target.generation)
         why = _unserved(scheme, target.generation) if row is None else sizes.refusal(scheme) if sizes else None
         if row is None or why is not None:
             left_out.append(LeftOut(scheme, why or ""))
         else:
-            choices.append(_choice(scheme, row, target, sizes))
+            choices += _choices(scheme, row, target, sizes)
     order = [name for name, _ in RULES[target.generation]]
 
-    def rank(choice: Choice) -> tuple[bool, int, float]:
-        name = str(choice.scheme)
-        return choice.fits is False, order.index(name) if name in order else len(order), choice.bits
+    def rank(choice: Choice) -> tuple[bool, bool, int, float]:
+        name = str(choice.scheme.of_linears)
+        place = order.index(name) if name in order else len(order)
+        return choice.fits is False, choice.scheme.quantizes_cache, place, choice.bits
 
     ranked = tuple(sorted(choices, key=rank))
     return Advice(target, None if model is None else str(model), context, ranked, tuple(left_out))
@@ -161,6 +163,7 @@ class _Sizes:
 
     def __init__(self, source: Source, context: int) -> None:
         family = source.family
+        self.other_models = family.other_models
         self.checkpoint, self.decoder = check_exportable(
             source.folder, (*family.ignore, *family.other_models), family.linears
         )
@@ -172,21 +175,37 @@ class _Sizes:
     def weights(self, scheme: Scheme) -> int:
         return output_bytes(self.checkpoint, self.decoder, scheme) - self.unloaded
 
+    def cache(self, scheme: Scheme) -> int:
+        return self.cache_bytes // 2 if scheme.quantizes_cache else self.cache_bytes
+
     def refusal(self, scheme: Scheme) -> str | None:
         """Why the model cannot be written in a scheme; None where it can."""
         try:
             check_groups(self.checkpoint, self.decoder, scheme)
+            check_cached(self.checkpoint, scheme, self.other_models)
         except OnPTQError as error:
             return str(error)
         return None
 
 
+def _choices(scheme: Scheme, row: Served, target: Target, sizes: _Sizes | None) -> Iterator[Choice]:
+    """The scheme; where it does not fit, also with a KV cache of 8 bits if that makes it fit."""
+    choice = _choice(scheme, row, target, sizes)
+    yield choice
+    smaller = replace(scheme, cache_floats=E4M3)
+    served = _serves(smaller, target.generation)
+    if choice.fits is False and sizes is not None and served is not None and sizes.refusal(smaller) is None:
+        smaller_choice = _choice(smaller, served, target, sizes)
+        if smaller_choice.fits:
+            yield replace(smaller_choice, reason=f"{choice.reason}; a KV cache of 8 bits makes it fit")
+
+
 def _choice(scheme: Scheme, row: Served, target: Target, sizes: _Sizes | None) -> Choice:
-    reason = dict(RULES[target.generation]).get(str(scheme), NO_RULE)
+    reason = dict(RULES[target.generation]).get(str(scheme.of_linears), NO_RULE)
     choice = Choice(scheme, row, reason, scheme.bits_per_weight)
     if sizes is None or target.gib is None:
         return choice
-    weights, cache = sizes.weights(scheme), sizes.cache_bytes
+    weights, cache = sizes.weights(scheme), sizes.cache(scheme)
     fits = weights + cache <= SHARE * target.gib * 2**30
     return Choice(scheme, row, reason, scheme.bits_per_weight, weights, cache, fits)
 

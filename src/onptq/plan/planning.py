@@ -17,7 +17,7 @@ from onptq.checkpoint.catalogs import did_you_mean, is_cataloged
 from onptq.checkpoint.companions import check_room
 from onptq.checkpoint.serving import Served, serving
 from onptq.checkpoint.source import Source, find_source
-from onptq.checkpoint.write import check_apart, check_exportable, check_groups
+from onptq.checkpoint.write import check_apart, check_cached, check_exportable, check_groups
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts
 from onptq.data.prompts import Prompt
 from onptq.engine.budget import Budgets, Held
@@ -190,6 +190,7 @@ def _check(source: Source, parts: Parts, recipe: Recipe, out: Path | None) -> No
         source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
     )
     check_groups(checkpoint, decoder, scheme)
+    check_cached(checkpoint, scheme, source.family.other_models)
     source.storage()
     if out is not None:
         check_apart(source.folder, out)

@@ -22,6 +22,14 @@ class FoldedLinear:
 
 
 @dataclass(frozen=True)
+class FoldedCache:
+    """The scales of one layer's cached keys and values, [1] each, in the storage dtype."""
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
 class FoldedNorm:
     """The gain of a norm, divided by the smoothing behind it."""
 

@@ -11,7 +11,8 @@ from torch import nn
 from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel, Side
 from onptq.models.structure import Block, find_structure
-from onptq.quantizer.folded import FoldedLinear, FoldedNorm
+from onptq.quantizer.caches import QuantCache, check_cache
+from onptq.quantizer.folded import FoldedCache, FoldedLinear, FoldedNorm
 from onptq.quantizer.modules import Keep, Live, QuantLinear, QuantNorm, Switch
 from onptq.quantizer.proof import prove
 from onptq.quantizer.theta import Theta
@@ -28,6 +29,7 @@ class Policy(LanguageModel):
         super().__init__(model, eos, structure=structure)
         self.scheme, self.switch = scheme, Switch()
         self.storage = storage or self.dtype
+        check_cache(self.structure, scheme)
         self.wrapped = tuple(self._wrap())
 
     @property
@@ -91,7 +93,7 @@ class Policy(LanguageModel):
             return theta.clone()
         smoothing = {key: u.detach().clone() for key, u in theta.smoothing.items()}
         linears = {module.path: module.settle(theta) for module in self._linears()}
-        return Theta(smoothing, dict(linears), {key: scale.clone() for key, scale in theta.inputs.items()})
+        return Theta(smoothing, dict(linears), **theta.cloned_scales())
 
     def settle_block(self, theta: Theta, block: Block) -> None:
         """Settle the codes of one block, in place."""
@@ -111,7 +113,7 @@ class Policy(LanguageModel):
             centred.linears[module.path] = module.centre(theta)
         return centred
 
-    def folded(self) -> Iterator[tuple[str, FoldedLinear | FoldedNorm]]:
+    def folded(self) -> Iterator[tuple[str, FoldedLinear | FoldedNorm | FoldedCache]]:
         """Every folded piece with its name relative to the decoder, block by block, as the exporter takes them."""
         for module in self.wrapped:
             yield module.path, module.folded()
@@ -119,7 +121,7 @@ class Policy(LanguageModel):
     def _linears(self) -> Iterator[QuantLinear]:
         return (module for module in self.wrapped if isinstance(module, QuantLinear))
 
-    def _wrap(self) -> Iterator[QuantLinear | QuantNorm]:
+    def _wrap(self) -> Iterator[QuantLinear | QuantNorm | QuantCache]:
         for block in self.structure.blocks:
             for name in block.norms:
                 norm = QuantNorm(block.child(name), block, name, self.storage, self.switch)
@@ -131,3 +133,5 @@ class Policy(LanguageModel):
                 wrapped = QuantLinear(linear, block, name, self.scheme, self.storage, self.switch)
                 block.replace(name, wrapped)
                 yield wrapped
+            if self.scheme.quantizes_cache and "o_proj" in block.linears:
+                yield QuantCache(block, self.scheme, self.storage, self.switch)
