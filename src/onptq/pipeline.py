@@ -428,7 +428,7 @@ def reload_and_check(
         policy.release()
         inputs = [one.tensors for one in tried]
         verification, checks = verify_export(
-            job.out, source, processor, inputs, expected, dense, dtype=dtype, device=job.device
+            job.out, source, processor, inputs, expected, dense, scheme=job.scheme, dtype=dtype, device=job.device
         )
         bar.advance(len(tried))
     for one in checks:

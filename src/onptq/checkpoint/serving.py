@@ -6,7 +6,7 @@ with int8 activations load everywhere and are multiplied with 16-bit activations
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,6 +26,9 @@ EVIDENCE: Mapping[Evidence, str] = {
     "documented": "the server's documentation says so",
     "untested": "nobody has tried it",
 }
+
+
+WORST: tuple[Verdict, ...] = ("serves", "simulates", "differs", "doubtful", "refuses")
 
 
 @dataclass(frozen=True)
@@ -255,8 +258,12 @@ ZERO_POINT_BITS = {"Marlin": (4,), "Machete": (4, 8), "CPUWNA16": (4,)}
 
 def serving(scheme: Scheme) -> list[Served]:
     """Every way that is known to load a checkpoint of the scheme as OnPTQ writes it, transformers first."""
-    if scheme.simulated:
+    parts = [one for one in scheme.parts if one.quantizes_weights]
+    if any(one.simulated for one in parts):
         return [_simulation(), _unserved(scheme)]
+    if len(parts) > 1:
+        rows = tuple(_together([serving(one)[1:] for one in parts]))
+        return [_simulation(), *(map(_cached, rows) if scheme.quantizes_cache else rows)]
     rows = TABLE[scheme.kind]
     rows = tuple(_fitted(row, scheme.of_linears) for row in rows)
     return [_simulation(), *(map(_cached, rows) if scheme.quantizes_cache else rows)]
@@ -280,11 +287,40 @@ def _simulation() -> Served:
 
 
 def _unserved(scheme: Scheme) -> Served:
-    if scheme.of_linears.kind == "W4A6":
+    if not scheme.others and scheme.kind == "W4A6":
         return _vllm(
             "any", "refuses", None, "nothing", "run", note="no compressed-tensors scheme matches: simulation only"
         )
     return _vllm("any", "doubtful", None, "unknown", "untested", note="no kernel is known to run it: simulation only")
+
+
+def _together(parts: Sequence[Sequence[Served]]) -> Iterator[Served]:
+    """Rows of a mixed scheme, by what servers do with each of its parts alone."""
+    switches = dict.fromkeys((row.hardware, row.switch) for rows in parts for row in rows)
+    for hardware, switch in sorted(switches, key=lambda one: (list(CACHES).index(one[0]), one[1] or "")):
+        rows = [
+            next((row for row in part if (row.hardware, row.switch) == (hardware, wanted)), None)
+            for part in parts
+            for wanted in ((switch,) if any((r.hardware, r.switch) == (hardware, switch) for r in part) else (None,))
+        ]
+        known = [row for row in rows if row is not None]
+        verdict = max((row.verdict for row in known), key=WORST.index)
+        notes = [row.note for row in known if row.note]
+        if switch is not None and any(row.switch != switch for row in known):
+            verdict = max(verdict, "doubtful", key=WORST.index)
+            notes.append("whether all parts of the mix take that switch was not read")
+        yield Served(
+            VLLM,
+            hardware,
+            verdict,
+            " and ".join(dict.fromkeys(row.kernel for row in known if row.kernel)) or None,
+            " and ".join(dict.fromkeys(row.computes for row in known)),
+            max((row.evidence for row in known), key=tuple(EVIDENCE).index)
+            if any(row.evidence != "run" for row in known)
+            else "read",
+            switch,
+            "; ".join(dict.fromkeys((*notes, "parts as each alone: the mix was not run"))),
+        )
 
 
 def _cached(row: Served) -> Served:

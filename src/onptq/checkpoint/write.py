@@ -27,10 +27,12 @@ from onptq.checkpoint.quantization import Numbers, activation_numbers, cache_num
 from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
 from onptq.errors import OnPTQError
 from onptq.quantizer.folded import FoldedCache, FoldedLinear, FoldedNorm
+from onptq.quantizer.mix import check_mix
 from onptq.quantizer.numerics import product_dtype
-from onptq.schemes import Scheme
+from onptq.schemes import UNQUANTIZED, Scheme
 
 HEAD = "re:.*lm_head"
+MIXED = "mixed-precision"  # the format of several
 SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": torch.uint8}
 
 logger = logging.getLogger(__name__)
@@ -60,8 +62,9 @@ def write_checkpoint(
     """
     check_apart(source, out)
     checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
+    check_mix(scheme, decoder.linears)
     patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
-    config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns))
+    config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns, decoder.linears))
     card = write_card(source, checkpoint.config, scheme, provenance, results, name, pictured=picture is not None)
     room = header_room(_output_names(checkpoint, decoder))
     needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
@@ -95,24 +98,24 @@ def write_checkpoint(
             write_text(stage / STAGED_CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any] | None:
-    """The `quantization_config` of config.json; None when the scheme quantizes nothing."""
+def quantization_config(scheme: Scheme, ignore: Sequence[str], linears: Sequence[str] = ()) -> dict[str, Any] | None:
+    """The `quantization_config` of config.json; None when the scheme quantizes nothing.
+
+    `linears` are those of the decoder, of which a mixed scheme names every one."""
     import compressed_tensors
     from compressed_tensors.quantization import QuantizationConfig
 
     if not (scheme.quantizes_weights or scheme.quantizes_activations):
         return None
-    group: dict[str, Any] = {"targets": ["Linear"], "weights": None, "input_activations": None}
-    for side, numbers in (("weights", weight_numbers(scheme)), ("input_activations", activation_numbers(scheme))):
-        if numbers is not None:
-            group[side] = _args(numbers, scheme.scales, static=side == "input_activations" and scheme.scales_inputs)
-    cache = cache_numbers(scheme)
-    group["format"] = storage_format(scheme)
+    cache, by_scheme = cache_numbers(scheme), linears_by_scheme(scheme, linears)
+    dense = by_scheme.pop(UNQUANTIZED, ())
+    groups = [_group(one, targets) for one, targets in by_scheme.items()]
+    formats = {group["format"] for group in groups}
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
-        "format": storage_format(scheme),
-        "config_groups": {"group_0": group},
-        "ignore": list(ignore),
+        "format": formats.pop() if len(formats) == 1 else MIXED,
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": [*ignore, *dense],
         "quantization_status": "compressed",
         "kv_cache_scheme": None if cache is None else _args(cache, "dtype", static=False),
         "global_compression_ratio": None,
@@ -120,6 +123,33 @@ def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]
     # Written as it stands rather than dumped from the model: each version dumps fields that others refuse to read.
     QuantizationConfig.model_validate(config)
     return config | {"version": compressed_tensors.__version__}
+
+
+def linears_by_scheme(scheme: Scheme, linears: Sequence[str]) -> dict[Scheme, tuple[str, ...]]:
+    """The targets of every scheme: all linears, or those of a mixed one by patterns that match them on disk and at run
+    time, in a server's fused modules as well."""
+    if not scheme.others:
+        return {scheme.base: ("Linear",)}
+    layers: dict[tuple[Scheme, str], list[str]] = {}
+    for path in linears:
+        _, layer, name = path.split(".", 2)
+        layers.setdefault((scheme.of(path), name), []).append(layer)
+    alike: dict[tuple[Scheme, tuple[str, ...]], list[str]] = {}
+    for (one, name), its in layers.items():
+        alike.setdefault((one, tuple(its)), []).append(name)
+    found: dict[Scheme, tuple[str, ...]] = {}
+    for (one, numbers), names in alike.items():
+        ending = "|".join(map(re.escape, names))
+        found[one] = (*found.get(one, ()), rf"re:(?:.*\.)?layers\.(?:{'|'.join(numbers)})\.(?:{ending})$")
+    return found
+
+
+def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
+    group: dict[str, Any] = {"targets": list(targets), "weights": None, "input_activations": None}
+    for side, numbers in (("weights", weight_numbers(scheme)), ("input_activations", activation_numbers(scheme))):
+        if numbers is not None:
+            group[side] = _args(numbers, scheme.scales, static=side == "input_activations" and scheme.scales_inputs)
+    return group | {"format": storage_format(scheme)}
 
 
 def _args(numbers: Numbers, scales: str, *, static: bool) -> dict[str, Any]:
@@ -156,8 +186,8 @@ def _replacement(
         raise OnPTQError(
             f"{name} is not a linear of the decoder; expected one of {', '.join(decoder.linears[:7])}, ..."
         )
-    _check_linear(key, part, weight, scheme)
-    tensors = {f"{key}.{suffix}": tensor for suffix, tensor in compress_linear(part, scheme).items()}
+    _check_linear(key, part, weight, scheme.of(name))
+    tensors = {f"{key}.{suffix}": tensor for suffix, tensor in compress_linear(part, scheme.of(name)).items()}
     taken = {f"{key}.weight"}
     bias = checkpoint.tensors.get(f"{key}.bias")
     if (bias is None) != (part.bias is None):
@@ -173,6 +203,9 @@ def _check_linear(key: str, linear: FoldedLinear, weight: StoredTensor, scheme: 
     outputs, inputs = weight.shape
     _check(tuple(linear.codes.shape) == weight.shape, f"{key}.weight", weight.shape, linear.codes)
     dtype = DTYPES[weight.dtype]
+    if not scheme.quantizes_weights:
+        _check(linear.codes.dtype == dtype, f"dense weight of {key} ({dtype})", weight.shape, linear.codes)
+        return
     columns = scheme.group_size or inputs
     if inputs % columns:
         raise OnPTQError(
@@ -191,9 +224,6 @@ def _check_linear(key: str, linear: FoldedLinear, weight: StoredTensor, scheme: 
         raise OnPTQError(
             f"{key}: {scheme} has {'no' if scheme.symmetric else 'a'} zero point, the folded linear the opposite"
         )
-    if not scheme.quantizes_weights:
-        _check(linear.codes.dtype == dtype, f"dense weight of {key} ({dtype})", weight.shape, linear.codes)
-        return
     if scheme.weight_floats is not None:
         _check(linear.codes.dtype == torch.float8_e4m3fn, f"codes of {key} (E4M3)", weight.shape, linear.codes.float())
         if scheme.scales_inputs and linear.input_scale is None:
@@ -230,13 +260,12 @@ def check_exportable(
 
 
 def check_groups(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> None:
-    """Refuse groups that do not divide the input columns of every linear."""
-    for name in decoder.linears if scheme.group_size else ():
-        columns = checkpoint.tensors[f"{decoder.prefix}{name}.weight"].shape[1]
-        if columns % (scheme.group_size or columns):
-            raise OnPTQError(
-                f"{scheme}: {name} has {columns} input columns, which groups of {scheme.group_size} do not divide"
-            )
+    """Refuse groups that do not divide the input columns of every linear, and mixed schemes that do not fit the model."""
+    check_mix(scheme, decoder.linears)
+    for name in decoder.linears:
+        size, columns = scheme.of(name).group_size, checkpoint.tensors[f"{decoder.prefix}{name}.weight"].shape[1]
+        if columns % (size or columns):
+            raise OnPTQError(f"{scheme}: {name} has {columns} input columns, which groups of {size} do not divide")
 
 
 def check_cached(checkpoint: Checkpoint, scheme: Scheme, other_models: Sequence[str]) -> None:
@@ -332,16 +361,17 @@ def output_bytes(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> in
     total = checkpoint.weight_bytes
     if scheme.quantizes_cache:
         total += 2 * len(cached_layers(decoder)) * DTYPES[storage_dtype(checkpoint, decoder)].itemsize
-    if not scheme.quantizes_weights:
-        return total
-    bits = scheme.weight_bits if "pack-quantized" in storage_format(scheme) else 8
-    scale_bytes = None if scheme.scales == "dtype" else 1
-    tensor_scales = 4 * ((scheme.scales == "E4M3") + scheme.scales_inputs)
     for name in decoder.linears:
+        one = scheme.of(name)
+        if not one.quantizes_weights:
+            continue
+        bits = one.weight_bits if "pack-quantized" in storage_format(one) else 8
+        scale_bytes = None if one.scales == "dtype" else 1
+        tensor_scales = 4 * ((one.scales == "E4M3") + one.scales_inputs)
         weight = checkpoint.tensors[f"{decoder.prefix}{name}.weight"]
         outputs, inputs = weight.shape
         itemsize = BITS[weight.dtype] // 8
-        groups = math.prod(scheme.scale_shape(outputs, inputs))
+        groups = math.prod(one.scale_shape(outputs, inputs))
         total += math.ceil(weight.numel * bits / 8) - weight.numel * itemsize + tensor_scales
-        total += groups * ((scale_bytes or itemsize) + (not scheme.symmetric))
+        total += groups * ((scale_bytes or itemsize) + (not one.symmetric))
     return total

@@ -13,6 +13,7 @@ from onptq.cli.settings import (
     DEVICE_HELP,
     INIT_HELP,
     METHOD_HELP,
+    MIX_HELP,
     ON_BAD_PROMPT_HELP,
     PRESET_DEFAULT,
     PRESET_HELP,
@@ -20,6 +21,7 @@ from onptq.cli.settings import (
     ZOO,
     resolve_recipe,
     use_one_thread,
+    with_mix,
 )
 from onptq.errors import OnPTQError, printable
 
@@ -48,6 +50,7 @@ def plan(
         str, typer.Argument(help="Model to quantize: a folder, a downloaded hub id, or a name of `onptq zoo list`.")
     ],
     scheme: Annotated[str | None, typer.Option(help=SCHEME_HELP, show_default="W4A8")] = None,
+    mix: Annotated[str | None, typer.Option(help=MIX_HELP, show_default="one scheme")] = None,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP, show_default="onptq")] = None,
     calibration: Annotated[
         Path | None,
@@ -102,7 +105,7 @@ def plan(
         use_one_thread()
         preset = "zoo" if preset is None and recipe is None else preset
     options = {"scheme": scheme, "method": method, "init": init, "compute.device": device}
-    resolved = resolve_recipe(preset, recipe, options, changes or [])
+    resolved = with_mix(resolve_recipe(preset, recipe, options, changes or []), mix)
     from rich.console import Console
 
     from onptq.plan.machine import machine_with

@@ -16,6 +16,7 @@ from onptq.cli.settings import (
     EMBEDDED_HELP,
     INIT_HELP,
     METHOD_HELP,
+    MIX_HELP,
     ON_BAD_PROMPT_HELP,
     PRESET_DEFAULT,
     PRESET_HELP,
@@ -25,9 +26,11 @@ from onptq.cli.settings import (
     resolve_recipe,
     short_name,
     use_one_thread,
+    with_mix,
 )
 from onptq.errors import OnPTQError
 from onptq.ranks import is_first
+from onptq.schemes import Scheme
 
 if TYPE_CHECKING:
     from onptq.checkpoint.source import Source
@@ -55,6 +58,7 @@ def quantize(
         ),
     ] = None,
     scheme: Annotated[str | None, typer.Option(help=SCHEME_HELP, show_default="W4A8")] = None,
+    mix: Annotated[str | None, typer.Option(help=MIX_HELP, show_default="one scheme")] = None,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP, show_default="onptq")] = None,
     calibration: Annotated[
         Path | None,
@@ -102,7 +106,7 @@ def quantize(
     if of_the_zoo and recipe is None and preset is None:
         preset = "zoo"
     options = {"scheme": scheme, "method": method, "init": init, "seed": seed, "compute.device": device}
-    resolved = resolve_recipe(preset, recipe, options, changes or [])
+    resolved = with_mix(resolve_recipe(preset, recipe, options, changes or []), mix)
     reporter = make_reporter(quiet, json)
     if of_the_zoo:
         use_one_thread()
@@ -159,7 +163,9 @@ def quantize(
 
 def default_out(model: str, recipe: Recipe) -> Path:
     """A folder named after the last part of the model's name, the scheme, and the method where it is not onptq."""
-    return Path("-".join((short_name(model), recipe.scheme, *(() if recipe.method == "onptq" else (recipe.method,)))))
+    scheme = Scheme.parse(recipe.scheme)
+    named = f"{scheme.unmixed}{'-mixed' if scheme.others else ''}"
+    return Path("-".join((short_name(model), named, *(() if recipe.method == "onptq" else (recipe.method,)))))
 
 
 def _evaluate(

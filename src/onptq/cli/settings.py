@@ -24,6 +24,7 @@ METHOD_HELP = (
     "onptq; its controls static (gamma 0), uniform (no risk) and offpolicy (the dense model's rollouts); or a base method: "
     "`onptq list methods`."
 )
+MIX_HELP = "Other schemes for some linears: PATTERN=SCHEME, or =dense, with commas between them; the last match counts."
 PRESET_HELP = "light, default, best, paper or zoo (few prompts and one round: two minutes on two cores)."
 PRESET_DEFAULT = "zoo for models of the zoo, else default"
 ON_BAD_PROMPT_HELP = "Stop at prompts that cannot be used, or leave them out and say which."
@@ -44,6 +45,15 @@ def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, 
     if preset is not None:
         raise OnPTQError("expected one of --preset and --recipe, got both")
     return Recipe.from_yaml(file, overrides)
+
+
+def with_mix(resolved: Recipe, mix: str | None) -> Recipe:
+    """The recipe with other schemes for the linears that `mix` names."""
+    if mix is None:
+        return resolved
+    from onptq.schemes import Scheme
+
+    return resolved.with_overrides({"scheme": str(Scheme.parse(resolved.scheme).mixed(mix))})
 
 
 def make_reporter(quiet: bool, json: bool) -> Reporter:

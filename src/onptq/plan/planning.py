@@ -212,7 +212,7 @@ def _estimated(
     plan: Plan, source: Source, parts: Parts, work: Work, machine: Machine, prompts: Prompts | None, out: Path | None
 ) -> Plan:
     """The plan with what every phase takes. A phase that does not fit is a refusal."""
-    shapes, scheme, stored = parts.shapes, Scheme.parse(plan.recipe.scheme), source.storage()
+    shapes, scheme, stored = parts.shapes, Scheme.parse(plan.recipe.scheme).unmixed, source.storage()
     converted = 0 if stored == machine.dtype else shapes.loaded * stored.itemsize
 
     def memory_of(recipe: Recipe) -> Memory:
@@ -268,6 +268,8 @@ def _assumptions(work: Work, machine: Machine, prompts: Prompts | None) -> Itera
     if work.recipe.init not in MODELLED_INITS:
         yield f"Initialize ({work.recipe.init}) takes as much as search"
     yield "the comparison of `quantize --evaluate` is not counted"
+    if others := Scheme.parse(work.recipe.scheme).others:
+        yield f"time and memory as if all linears were in one scheme, without the {len(others)} patterns of the mix"
     if machine.gpu is not None:
         memory = f"{size(machine.device_free)} of its memory free"
         yield f"{machine.name} by its data sheet, {memory}; host memory is not checked"

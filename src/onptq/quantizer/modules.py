@@ -17,7 +17,17 @@ from onptq.quantizer.integers import LowBitLinear
 from onptq.quantizer.norms import divided_gain, find_eps, gain_offset, rms_norm
 from onptq.quantizer.numerics import cast_through, fitting_scale, in_offsets, product_dtype, quantize_inputs
 from onptq.quantizer.settled import settled_codes, settled_linear
-from onptq.quantizer.theta import PAIR_INTO, Learned, Settled, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import (
+    PAIR_INTO,
+    Learned,
+    LinearTheta,
+    Settled,
+    Theta,
+    clone_linear,
+    log_scales_in,
+    log_scales_out,
+    pair_key,
+)
 from onptq.quantizer.weights import dequantize, fake_quantize_weight, of_groups, smoothed, to_groups, weight_codes
 from onptq.schemes import Scheme
 
@@ -144,8 +154,10 @@ class QuantLinear(nn.Module):
         return FoldedLinear(weight.to(self.storage), weight.new_ones(1, 1), None, bias)
 
     @torch.no_grad()
-    def settle(self, theta: Theta) -> Settled:
-        """The codes of theta, settled: from there on only their scales follow it."""
+    def settle(self, theta: Theta) -> LinearTheta:
+        """The codes of theta, settled: from there on only their scales follow it. A dense linear has none."""
+        if not self.scheme.quantizes_weights:
+            return clone_linear(theta.linears[self.path])
         folded = self.fold(theta)
         levels = folded.codes
         if folded.zero is not None:
@@ -154,8 +166,10 @@ class QuantLinear(nn.Module):
         return Settled(ratio, levels, folded.scale.float())
 
     @torch.no_grad()
-    def centre(self, theta: Theta) -> Learned:
-        """The codes of theta as offsets [O, I] that put each weight in the middle of its code."""
+    def centre(self, theta: Theta) -> LinearTheta:
+        """The codes of theta as offsets [O, I] that put each weight in the middle of its code; a dense linear has none."""
+        if not self.scheme.quantizes_weights:
+            return clone_linear(theta.linears[self.path])
         folded, exact = self.fold(theta), self._smoothed(theta)
         rows, grid = self.scheme.block_rows, self.scheme.weight_grid
         level = to_groups(folded.codes.float(), folded.scale, rows)

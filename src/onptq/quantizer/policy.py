@@ -13,6 +13,7 @@ from onptq.models.language_model import LanguageModel, Side
 from onptq.models.structure import Block, find_structure
 from onptq.quantizer.caches import QuantCache, check_cache
 from onptq.quantizer.folded import FoldedCache, FoldedLinear, FoldedNorm
+from onptq.quantizer.mix import check_mix
 from onptq.quantizer.modules import Keep, Live, QuantLinear, QuantNorm, Switch
 from onptq.quantizer.proof import prove
 from onptq.quantizer.theta import Theta
@@ -30,6 +31,7 @@ class Policy(LanguageModel):
         self.scheme, self.switch = scheme, Switch()
         self.storage = storage or self.dtype
         check_cache(self.structure, scheme)
+        check_mix(scheme, [block.path(name) for block in self.structure.blocks for name in block.linears])
         self.wrapped = tuple(self._wrap())
 
     @property
@@ -47,6 +49,10 @@ class Policy(LanguageModel):
             yield
         finally:
             self.switch.quantized = before
+
+    def scheme_of(self, block: Block, pair: str) -> Scheme:
+        """The scheme of the linears that read a pair's input: servers multiply them as one, so they share it."""
+        return self.scheme.of(block.path(block.consumers(pair)[0]))
 
     # What changes Q: attach, freeze, release, and lent until it ends.
 
@@ -130,7 +136,7 @@ class Policy(LanguageModel):
             for name in block.linears:
                 linear = block.child(name)
                 assert isinstance(linear, nn.Linear)
-                wrapped = QuantLinear(linear, block, name, self.scheme, self.storage, self.switch)
+                wrapped = QuantLinear(linear, block, name, self.scheme.of(block.path(name)), self.storage, self.switch)
                 block.replace(name, wrapped)
                 yield wrapped
             if self.scheme.quantizes_cache and "o_proj" in block.linears:

@@ -76,7 +76,7 @@ class Theta:
                 theta.smoothing[pair_key(block, pair)] = torch.zeros(pair_width(block, pair), device=device)
             for name in block.linears:
                 rows, columns = block.child(name).weight.shape  # type: ignore[union-attr, misc]
-                shape = scheme.scale_shape(rows, columns)
+                shape = scheme.of(block.path(name)).scale_shape(rows, columns)
                 theta.linears[block.path(name)] = Free(torch.zeros(shape, device=device))
         return theta
 
@@ -100,7 +100,7 @@ class Theta:
     def clone(self) -> Theta:
         return Theta(
             {key: u.detach().clone() for key, u in self.smoothing.items()},
-            {path: _clone(linear) for path, linear in self.linears.items()},
+            {path: clone_linear(linear) for path, linear in self.linears.items()},
             **self.cloned_scales(),
         )
 
@@ -189,7 +189,8 @@ class Theta:
         return named
 
 
-def _clone(linear: LinearTheta) -> LinearTheta:
+def clone_linear(linear: LinearTheta) -> LinearTheta:
+    """A copy of a linear's part; settled levels, which nobody writes to, are shared."""
     ratio = linear.ratio.detach().clone()
     match linear:
         case Free():
