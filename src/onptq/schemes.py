@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -120,6 +120,10 @@ class Scheme:
             if not _MIXED.fullmatch(one.replace("=", "~", 1)):
                 raise OnPTQError(f"{one!r} in the mix {patterns!r}: expected PATTERN=SCHEME or PATTERN={DENSE}")
         return Scheme.parse("+".join((str(self), *(one.replace("=", "~", 1) for one in parts))))
+
+    def raised(self, paths: Sequence[str], scheme: Scheme) -> Scheme:
+        """The scheme with another one for the linears of these names."""
+        return replace(self, others=(*self.others, *((path, scheme) for path in paths)))
 
     def of(self, path: str) -> Scheme:
         """The scheme of one linear, by its name relative to the decoder: `layers.3.self_attn.q_proj`."""

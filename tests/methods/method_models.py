@@ -20,7 +20,7 @@ from onptq.models.decoder import Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.processing import PromptProcessor
 from onptq.models.structure import Block
-from onptq.quantizer.folded import FoldedLinear, FoldedNorm
+from onptq.quantizer.folded import Folded
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.schemes import Scheme
@@ -129,7 +129,7 @@ def unchanged(policy: Policy, prompt: EncodedPrompt) -> Iterator[None]:
     assert all(torch.equal(a, b) for a, b in zip(outputs(), computed, strict=True))
 
 
-def folded_tensors(piece: FoldedLinear | FoldedNorm) -> list[Tensor]:
+def folded_tensors(piece: Folded) -> list[Tensor]:
     values = (getattr(piece, field.name) for field in fields(piece))
     return [value for value in values if value is not None]
 

@@ -12,7 +12,7 @@ from conftest import MULTIMODAL, Tiny
 from method_models import check_contract
 from naive_search import make_policy
 
-from onptq.methods.layerwise import IN_ORDER, Stream
+from onptq.methods.layerwise import Stream
 from onptq.methods.linears import dense_weight, quantized_linears, replaced
 from onptq.methods.masquant import RATE, SCALE_FLOOR, balanced_error, masquant, modality_of
 from onptq.methods.smoothquant import smoothquant
@@ -143,7 +143,7 @@ def test_training_lowers_the_error_it_trains_on(tiny):
             for block in policy.structure.blocks:
                 for target, stream in zip(dense, quantized, strict=True):
                     target.advance(block)
-                    with replaced(block, quantized_linears(policy, theta, block, IN_ORDER)):
+                    with replaced(block, quantized_linears(policy, theta, block, block.pairs)):
                         stream.advance(block)
                     total += float(balanced_error(stream.hidden, target.hidden, modality_of(stream)))
         return total

@@ -28,10 +28,10 @@ from onptq.methods.inputs import fitting_inputs
 from onptq.methods.layerwise import observing
 from onptq.methods.rtn import rtn
 from onptq.models.encoding import PromptBatch
-from onptq.models.structure import Block
+from onptq.models.structure import PAIRS, Block
 from onptq.quantizer.folded import FoldedLinear
 from onptq.quantizer.numerics import FakeQuantize, fitting_scale, nearest, quantize_inputs, spacing, stored_scale
-from onptq.quantizer.theta import PAIRS, Learned, Settled, Theta, pair_key
+from onptq.quantizer.theta import Learned, Settled, Theta, pair_key
 from onptq.quantizer.weights import dequantize, of_groups, to_groups, weight_codes
 from onptq.schemes import E2M1, E4M3, NAMED, Floats, Scheme
 

@@ -173,7 +173,7 @@ def test_only_the_decoder_s_seven_linears_and_two_norms_are_wrapped(tiny: Callab
     assert wrapped == linears | norms
     assert {name for name in after if isinstance(after[name], QuantLinear)} == linears
     assert {name for name in after if isinstance(after[name], QuantNorm)} == norms
-    assert after.keys() - before.keys() == {f"{name}.norm" for name in norms}
+    assert after.keys() - before.keys() == {f"{name}.inner" for name in norms}
     assert model.get_output_embeddings() is before["lm_head"]  # type: ignore[operator]
 
 

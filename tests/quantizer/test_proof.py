@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from onptq.checkpoint.load import load_model
 from onptq.models.structure import PAIRS, PRODUCERS, Structure, find_structure
-from onptq.quantizer.modules import QuantNorm
+from onptq.quantizer.modules import QuantFollower, QuantNorm, Switch
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.proof import prove
+from onptq.quantizer.theta import Theta
 from onptq.schemes import Scheme
 
 CPU = torch.device("cpu")
@@ -53,6 +54,47 @@ def test_a_wrong_producer_is_dropped_whichever_the_pair(tiny: Callable[[str], Ti
         f"{wrong[pair]} -> {', '.join(PAIRS[pair][1])} does not fold in 2 of 2 layers, e.g. layers.0 (LlamaDecoderLayer): "
         "it is not smoothed there"
     )
+
+
+class Gated(nn.Module):
+    """An MLP whose output is gated by one more reader of the norm's output, as a shared expert's is."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.gate = nn.Linear(256, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[operator]
+        return self.gate(x).sigmoid() * out  # type: ignore[no-any-return]
+
+
+def test_a_matrix_that_follows_its_norm_is_scaled_with_the_consumers(tiny: Callable[[str], Tiny]) -> None:
+    model = llama(tiny)
+    structure = find_structure(model)
+    for block in structure.blocks:
+        block.module.mlp = Gated(block.module.mlp)  # type: ignore[arg-type]
+    _, (sentence,) = prove(structure)
+    assert "post_attention_layernorm -> gate_proj, up_proj does not fold in 2 of 2 layers" in sentence
+    following = {"norm_gate_up": ("mlp.gate",)}
+    blocks = tuple(replace(block, following=following) for block in structure.blocks)
+    proven, unfolded = prove(replace(structure, blocks=blocks))
+    assert unfolded == ()
+    block, switch = proven.blocks[1], Switch()
+    follower = QuantFollower(block.child("mlp.gate"), block, "mlp.gate", torch.float32, switch)
+    u = torch.linspace(-1, 1, 256).requires_grad_()
+    x, theta = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)), Theta({"layers.1.norm_gate_up": u})
+    dense = follower(x)
+    expected = follower.weight.double() * u.double().exp()
+    switch.quantized = True
+    follower.attach(theta)
+    assert torch.allclose(follower(x / u.exp()), dense, atol=1e-5)
+    assert torch.autograd.grad(follower(x).sum(), u)[0].abs().min() > 0, "smoothing learns through it"
+    live = follower(x)
+    follower.freeze(theta)
+    assert torch.allclose(follower.folded().weight.double(), expected, atol=1e-6)
+    assert follower.path == "layers.1.mlp.gate"
+    assert torch.equal(follower(x), live)
 
 
 class Unfoldable(nn.Module):

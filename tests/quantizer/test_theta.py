@@ -20,14 +20,13 @@ from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import causal_mask
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.structure import LINEARS, NORMS
-from onptq.quantizer.folded import FoldedLinear
+from onptq.models.structure import LINEARS, NORMS, PAIRS
+from onptq.quantizer.folded import Folded, FoldedLinear
 from onptq.quantizer.modules import QuantLinear, QuantNorm
 from onptq.quantizer.numerics import fake_quantize_activations
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import (
     OFFSET_RANGE,
-    PAIRS,
     RATIO_RANGE,
     SETTLED_RANGE,
     SMOOTHING_REACH,
@@ -388,7 +387,7 @@ def test_settled_codes_stay_and_only_scales_move(tiny: Callable[[str], Tiny], sc
             assert torch.equal(levels_of(piece), levels[path]), path
 
 
-def levels_of(piece: object) -> Tensor:
+def levels_of(piece: Folded) -> Tensor:
     assert isinstance(piece, FoldedLinear)
     grouped = piece.codes.short().view(*piece.scale.shape, -1)
     return grouped if piece.zero is None else grouped - piece.zero[..., None]

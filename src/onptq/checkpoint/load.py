@@ -27,7 +27,7 @@ from onptq.schemes import Scheme
 
 TENSOR_SCALE = "_global_scale"  # end of the name of what stays in float32
 QUANTIZED = (".weight_scale", ".weight_packed")  # tensors that only a quantized linear has
-_DECODER_LINEAR = re.compile(r"(?:.*\.)?(layers\.\d+\.(?:self_attn|mlp)\.\w+)")
+_DECODER_LINEAR = re.compile(r"(?:.*\.)?(layers\.\d+\.(?:self_attn|linear_attn|mlp)\.[\w.]+)")
 
 
 def load_model(

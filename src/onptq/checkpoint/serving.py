@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from onptq.schemes import Scheme
+from onptq.schemes import UNQUANTIZED, Scheme
 
 VLLM, TRANSFORMERS = "vLLM 0.32", "transformers 5.22"
 
@@ -258,7 +258,7 @@ ZERO_POINT_BITS = {"Marlin": (4,), "Machete": (4, 8), "CPUWNA16": (4,)}
 
 def serving(scheme: Scheme) -> list[Served]:
     """Every way that is known to load a checkpoint of the scheme as OnPTQ writes it, transformers first."""
-    parts = [one for one in scheme.parts if one.quantizes_weights]
+    parts = [one for one in scheme.parts if one != UNQUANTIZED]
     if any(one.simulated for one in parts):
         return [_simulation(), _unserved(scheme)]
     if len(parts) > 1:

@@ -26,7 +26,7 @@ from onptq.checkpoint.provenance import Provenance, Results
 from onptq.checkpoint.quantization import Numbers, activation_numbers, cache_numbers, weight_numbers
 from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
 from onptq.errors import OnPTQError
-from onptq.quantizer.folded import FoldedCache, FoldedLinear, FoldedNorm
+from onptq.quantizer.folded import Folded, FoldedCache, FoldedFollower, FoldedLinear, FoldedNorm
 from onptq.quantizer.mix import check_mix
 from onptq.quantizer.numerics import product_dtype
 from onptq.schemes import UNQUANTIZED, Scheme
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 def write_checkpoint(
     source: Path,
     out: Path,
-    folded: Iterable[tuple[str, FoldedLinear | FoldedNorm | FoldedCache]],
+    folded: Iterable[tuple[str, Folded]],
     scheme: Scheme,
     *,
     ignore: Sequence[str],
@@ -53,7 +53,7 @@ def write_checkpoint(
     name: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Rewrite `source` into `out` with the folded linears and norms in place of the decoder's own.
+    """Rewrite `source` into `out` with the folded linears, norms and followers in place of the decoder's own.
 
     Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"). Each item is packed, written and freed
     before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading. Either
@@ -170,7 +170,7 @@ def _args(numbers: Numbers, scales: str, *, static: bool) -> dict[str, Any]:
 
 
 def _replacement(
-    checkpoint: Checkpoint, decoder: Decoder, name: str, part: FoldedLinear | FoldedNorm | FoldedCache, scheme: Scheme
+    checkpoint: Checkpoint, decoder: Decoder, name: str, part: Folded, scheme: Scheme
 ) -> tuple[dict[str, Tensor], set[str]]:
     """The new tensors under their names on disk, and the names of the source's tensors that they stand for."""
     key = decoder.prefix + name
@@ -179,7 +179,7 @@ def _replacement(
     weight = checkpoint.tensors.get(f"{key}.weight")
     if weight is None:
         raise OnPTQError(f"{name} was folded, but {checkpoint.folder} has no tensor {key}.weight")
-    if isinstance(part, FoldedNorm):
+    if isinstance(part, FoldedNorm | FoldedFollower):
         _check(tuple(part.weight.shape) == weight.shape, f"{key}.weight", weight.shape, part.weight)
         return {f"{key}.weight": part.weight}, {f"{key}.weight"}
     if name not in decoder.linears:
@@ -254,7 +254,7 @@ def check_exportable(
     checkpoint = open_source(source)
     decoder = find_decoder(checkpoint.tensors, excluded, linears)
     storage_dtype(checkpoint, decoder)
-    _check_seven(checkpoint, decoder)
+    _check_matrices(checkpoint, decoder, excluded)
     _check_shapes(checkpoint, decoder)
     return checkpoint, decoder
 
@@ -278,13 +278,15 @@ def check_cached(checkpoint: Checkpoint, scheme: Scheme, other_models: Sequence[
         )
 
 
-def _check_seven(checkpoint: Checkpoint, decoder: Decoder) -> None:
-    """Readers quantize every Linear that is not ignored, so a decoder layer may hold no others than the seven."""
+def _check_matrices(checkpoint: Checkpoint, decoder: Decoder, excluded: Sequence[str]) -> None:
+    """Readers quantize every Linear that is not ignored, so a decoder layer may hold no others than those to quantize."""
     linears = {f"{decoder.prefix}{name}.weight" for name in decoder.linears}
     for key, tensor in checkpoint.tensors.items():
-        if key.startswith(f"{decoder.prefix}layers.") and len(tensor.shape) > 1 and key not in linears:
+        of_layer = key.startswith(f"{decoder.prefix}layers.") and len(tensor.shape) > 1
+        depthwise = len(tensor.shape) == 3 and tensor.shape[1] == 1  # a convolution of every channel by itself
+        if of_layer and not depthwise and key not in linears and not any(matches(key, pattern) for pattern in excluded):
             raise OnPTQError(
-                f"{key} {list(tensor.shape)} is in a decoder layer and none of its seven linears: unsupported"
+                f"{key} {list(tensor.shape)} is in a decoder layer and none of its linears to quantize: unsupported"
             )
 
 

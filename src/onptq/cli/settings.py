@@ -24,8 +24,11 @@ METHOD_HELP = (
     "onptq; its controls static (gamma 0), uniform (no risk) and offpolicy (the dense model's rollouts); or a base method: "
     "`onptq list methods`."
 )
-MIX_HELP = "Other schemes for some linears: PATTERN=SCHEME, or =dense, with commas between them; the last match counts."
-PRESET_HELP = "light, default, best, paper or zoo (few prompts and one round: two minutes on two cores)."
+MIX_HELP = (
+    "Other schemes for some linears: PATTERN=SCHEME, or =dense, with commas between them; the last match counts. Or the "
+    "mix.json of `onptq mix`."
+)
+PRESET_HELP = "light, default, best, risk, paper or zoo (few prompts and one round: two minutes on two cores)."
 PRESET_DEFAULT = "zoo for models of the zoo, else default"
 ON_BAD_PROMPT_HELP = "Stop at prompts that cannot be used, or leave them out and say which."
 EMBEDDED_HELP = "; named models bring their own: zoo:mix of all tasks, or zoo:captions."
@@ -48,12 +51,23 @@ def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, 
 
 
 def with_mix(resolved: Recipe, mix: str | None) -> Recipe:
-    """The recipe with other schemes for the linears that `mix` names."""
+    """The recipe with other schemes for the linears that `mix` names, or with those of a `mix.json`."""
     if mix is None:
         return resolved
     from onptq.schemes import Scheme
 
-    return resolved.with_overrides({"scheme": str(Scheme.parse(resolved.scheme).mixed(mix))})
+    scheme = Scheme.parse(resolved.scheme)
+    if not mix.endswith(".json"):
+        return resolved.with_overrides({"scheme": str(scheme.mixed(mix))})
+    from onptq.files import read_json
+
+    found = read_json(Path(mix))
+    if not isinstance(found, dict) or not isinstance(found.get("scheme"), str):
+        raise OnPTQError(f"--mix {mix}: expected the mix.json of `onptq mix`, with a scheme in it")
+    mixed = Scheme.parse(found["scheme"])
+    if mixed.unmixed != scheme.unmixed:
+        raise OnPTQError(f"--mix {mix} was made for {mixed.unmixed}, and the scheme is {scheme.unmixed}")
+    return resolved.with_overrides({"scheme": str(mixed)})
 
 
 def make_reporter(quiet: bool, json: bool) -> Reporter:

@@ -28,13 +28,13 @@ from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIR_INTO, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import Free, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import fake_quantize_weight, smoothed, to_groups
 from onptq.schemes import Scheme
 
 EXPONENTS = tuple(n / 20 for n in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
 CLIPS = tuple(1 - n / 20 for n in range(10))  # 1 down to 0.55 of the range
-CLIPPED = ("v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+CLIPPED = ("v_proj", "o_proj", "in_proj_z", "out_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 CLIP_TOKENS = 512
 FLOOR = 1e-4
 ROWS = 256  # rows clipped at a time: their partial outputs are [rows, groups, tokens]
@@ -69,11 +69,11 @@ def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream]) 
     for pair in block.producers:
         xs = [x[pair] for x in inputs]
         theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, streams, xs)
-    clipped = [name for name in block.linears if name in CLIPPED]
+    clipped = [name for name in block.linears if name.rpartition(".")[2] in CLIPPED]
     for name in clipped:
         if not policy.scheme.of(block.path(name)).quantizes_weights:
             continue
-        tokens = torch.cat([x[PAIR_INTO[name]][stream.real] for x, stream in zip(inputs, streams, strict=True)])
+        tokens = torch.cat([x[block.pair_into(name)][stream.real] for x, stream in zip(inputs, streams, strict=True)])
         theta.linears[block.path(name)] = Free(_best_clips(policy, theta, block, name, tokens))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
-from onptq.methods.layerwise import IN_ORDER, Stream, answered_sequences, open_streams
+from onptq.methods.layerwise import Stream, answered_sequences, open_streams
 from onptq.methods.linears import dense_weight, tensor_scale
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
@@ -81,7 +81,7 @@ def gptq_on(
 
 def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream], act_order: bool) -> None:
     """Choose the codes of one block's linears, in place, each behind its quantized predecessors."""
-    for pair in IN_ORDER:
+    for pair in block.pairs:
         scheme = policy.scheme_of(block, pair)
         if not scheme.quantizes_weights:
             continue

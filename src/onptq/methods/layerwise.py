@@ -18,13 +18,12 @@ from onptq.models.attention import trusted_attention
 from onptq.models.decoder import layer_masks
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import TEXT
-from onptq.models.structure import PAIRS, Block
+from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 
 RESPONSE_TOKENS = 64
 BATCH_TOKENS = 8192
 INSTRUCTION = -1  # text of the prompt: neither response nor image nor audio
-IN_ORDER = ("norm_qkv", "v_o", "norm_gate_up", "up_down")  # as a block runs them
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,11 @@ def answered_sequences(
 
 @contextmanager
 def observing(
-    blocks: Sequence[Block], observe: Callable[[Block, str, Tensor], None], pairs: Sequence[str] = tuple(PAIRS)
+    blocks: Sequence[Block], observe: Callable[[Block, str, Tensor], None], pairs: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """A context in which `observe(block, pair, x)` gets the inputs x [B, S, I] of the pair's consumers, not yet quantized."""
+    """A context in which `observe(block, pair, x)` gets the inputs x [B, S, I] of the pair's consumers, not yet quantized.
+
+    Of all pairs without `pairs`."""
 
     def hook(block: Block, pair: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda module, args: observe(block, pair, args[0])
@@ -79,7 +80,8 @@ def observing(
     hooks = [
         block.child(block.consumers(pair)[0]).register_forward_pre_hook(hook(block, pair))
         for block in blocks
-        for pair in pairs
+        for pair in block.pairs
+        if pairs is None or pair in pairs
     ]
     try:
         yield
@@ -124,11 +126,15 @@ class Stream:
         """The output that a pair's error is measured on: of the attention for q/k/v, of the MLP for gate/up, of the linear
         itself for o and down."""
         if pair == "norm_qkv":
-            attention = block.owner("o_proj")
+            attention = block.owner(block.consumers("v_o")[0])
             with trusted_attention():
-                out: Tensor = attention(hidden_states=x, **self._around(block))[0]
-            return out
-        module = block.owner("down_proj") if pair == "norm_gate_up" else block.child(block.consumers(pair)[0])
+                out = attention(hidden_states=x, **({} if block.recurrent else self._around(block)))
+            return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+        module = (
+            block.owner(block.consumers("up_down")[0])
+            if pair == "norm_gate_up"
+            else block.child(block.consumers(pair)[0])
+        )
         return module(x)  # type: ignore[no-any-return]
 
     def pad(self, values: Mapping[int, Tensor], fill: float = 0.0) -> Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onptq.methods.layerwise import IN_ORDER, Stream, observing
+from onptq.methods.layerwise import Stream, observing
 from onptq.methods.linears import by_query_head, quantized_linears, replaced
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.methods.smoothquant import ALPHA, FLOOR, weight_maxima
@@ -58,7 +58,7 @@ def masquant(
                 _train(policy, theta, block, scales, quantized, [stream.hidden for stream in dense], epochs)
                 keep(store, theta, block)
                 advance(1)
-            with replaced(block, quantized_linears(policy, theta, block, IN_ORDER)):
+            with replaced(block, quantized_linears(policy, theta, block, block.pairs)):
                 for stream in quantized:
                     stream.advance(block)
     return theta
@@ -79,7 +79,7 @@ def _train(
         for stream, target in zip(quantized, targets, strict=True):
             with torch.enable_grad():
                 theta.smoothing.update({pair_key(block, pair): scale.log() for pair, scale in scales.items()})
-                with replaced(block, quantized_linears(policy, theta, block, IN_ORDER)):
+                with replaced(block, quantized_linears(policy, theta, block, block.pairs)):
                     loss = balanced_error(stream.run(block), target, modality_of(stream))
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

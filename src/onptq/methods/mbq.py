@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from onptq.bank import Trajectory
 from onptq.engine.prefixes import whole_prompts
 from onptq.errors import OnPTQError
-from onptq.methods.layerwise import IN_ORDER, INSTRUCTION, Answered, Stream, answer_prompts, open_streams
+from onptq.methods.layerwise import INSTRUCTION, Answered, Stream, answer_prompts, open_streams
 from onptq.methods.linears import by_query_head, quantized_linears, replaced
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt, PromptBatch
@@ -84,9 +84,9 @@ def output_gradients(policy: Policy, one: Answered) -> dict[str, list[Tensor]]:
         return lambda module, args, out: into.append(out)
 
     hooks = [
-        block.child(name).register_forward_hook(hook(into))
+        block.child(block.consumers(pair)[0]).register_forward_hook(hook(outputs[name]))
         for block in policy.structure.blocks
-        for name, into in outputs.items()
+        for pair, name in (("v_o", "o_proj"), ("up_down", "down_proj"))
     ]
     embeds = batch.embeds.detach().clone().requires_grad_()  # the weights are frozen, so the graph begins here
     try:
@@ -148,7 +148,7 @@ def _fit(
     """Search one block's smoothing, in place."""
     counted = sum(int((kind != INSTRUCTION).sum()) for kind in kinds.values())
     inputs = [stream.inputs(block) for stream in streams]
-    for pair in (pair for pair in IN_ORDER if pair in block.producers):
+    for pair in (pair for pair in block.pairs if pair in block.producers):
         rho = ratios[GRADIENTS_AT[pair]][block.index]
         cases = []
         for stream, x in zip(streams, inputs, strict=True):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
-from onptq.methods.layerwise import IN_ORDER, Stream, answer_prompts, open_streams
+from onptq.methods.layerwise import Stream, answer_prompts, open_streams
 from onptq.methods.linears import quantized_linears, replaced
 from onptq.methods.mbq import Case, best_smoothing
 from onptq.methods.resume import BlockStore, keep, restore
@@ -58,7 +58,7 @@ def qig(
                 advance(1)
             for stream in dense:
                 stream.advance(block)
-            with replaced(block, quantized_linears(policy, theta, block, IN_ORDER)):
+            with replaced(block, quantized_linears(policy, theta, block, block.pairs)):
                 for stream in quantized:
                     stream.advance(block)
     return theta
@@ -74,10 +74,10 @@ def _fit(
 ) -> None:
     """Search one block's smoothing, in place."""
     dense_inputs = [stream.inputs(block) for stream in dense]
-    for place, pair in enumerate(IN_ORDER):
+    for place, pair in enumerate(block.pairs):
         if pair not in block.producers:
             continue
-        with replaced(block, quantized_linears(policy, theta, block, IN_ORDER[:place])):
+        with replaced(block, quantized_linears(policy, theta, block, block.pairs[:place])):
             quantized_inputs = [stream.inputs(block) for stream in quantized]
         cases = [
             _case(policy, theta, block, pair, stream, x[pair], x_q[pair], points)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.structure import PAIRS
 from onptq.quantizer.caches import QuantCache
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
@@ -22,7 +21,7 @@ def rtn(
     """The theta of plain rounding; prompts are not used."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     if policy.scheme.scales_inputs:
-        keys = [pair_key(block, pair) for block in policy.structure.blocks for pair in PAIRS]
+        keys = [pair_key(block, pair) for block in policy.structure.blocks for pair in block.pairs]
         theta.inputs = {key: torch.full((1,), INPUT_SCALE, device=policy.device) for key in keys}
     if policy.scheme.quantizes_cache:
         caches = [module.key for module in policy.wrapped if isinstance(module, QuantCache)]

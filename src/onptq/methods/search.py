@@ -19,9 +19,9 @@ from onptq.methods.linears import by_query_head, dense_weight, quantized_input, 
 from onptq.methods.resume import BlockStore, keep, restore, restore_all
 from onptq.methods.smoothquant import FLOOR, migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.structure import PAIRS, Block
+from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import PAIR_INTO, Free, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import Free, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import smoothed, to_groups
 
 STRENGTHS = tuple(n / 10 for n in range(1, 10))  # alpha of s = amax(x)^alpha / amax(W)^(1 - alpha)
@@ -69,7 +69,7 @@ def _fit(policy: Policy, theta: Theta, block: Block, inputs: dict[str, Tensor]) 
     """Search one block's smoothing and ratios, in place."""
     for pair in block.producers:
         theta.smoothing[pair_key(block, pair)] = _best_smoothing(policy, theta, block, pair, inputs)
-    for pair in PAIRS:
+    for pair in block.pairs:
         for name in block.consumers(pair):
             theta.linears[block.path(name)] = Free(_best_ratio(policy, theta, block, name, inputs))
 
@@ -83,7 +83,7 @@ def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[in
     sequences = [sequences[index] for index in torch.linspace(0, len(sequences) - 1, count).round().int().tolist()]
     share = max(1, SAMPLE_TOKENS // count)
     inputs: dict[int, dict[str, list[Tensor]]] = {
-        block.index: {pair: [] for pair in PAIRS} for block in policy.structure.blocks
+        block.index: {pair: [] for pair in block.pairs} for block in policy.structure.blocks
     }
     sampled = torch.zeros(0, dtype=torch.long)
 
@@ -119,7 +119,7 @@ def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, input
 
 def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, inputs: dict[str, Tensor]) -> Tensor:
     """The log ratio of least output error for each row; all groups of a row share it."""
-    path, x = block.path(name), inputs[PAIR_INTO[name]]
+    path, x = block.path(name), inputs[block.pair_into(name)]
     scheme = policy.scheme.of(path)
     if not scheme.quantizes_weights:
         return theta.linears[path].ratio

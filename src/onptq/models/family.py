@@ -45,6 +45,7 @@ class Family:
     towers: tuple[str, ...] = ()  # regexes of module names, on disk and at run time, that are never quantized
     other_models: tuple[str, ...] = ()  # on-disk prefixes of other models in the same checkpoint, copied as they are
     linears: tuple[str, ...] = ()  # of its decoder, by name relative to it; empty: the usual seven of every layer
+    followers: tuple[str, ...] = ()  # matrices beside them that stay 16-bit, by name within a layer
     derived: bool = False  # whether it was found by structure rather than registered
     by_processor: tuple[str, ...] = ()  # media that the checkpoint's own AutoProcessor prepares: image, audio
 
@@ -57,7 +58,8 @@ class Family:
     def ignore(self) -> tuple[str, ...]:
         """compressed-tensors `ignore` patterns. Regexes, because exact names differ between disk and run time."""
         others = tuple(f"^{re.escape(prefix)}.*" for prefix in self.other_models)
-        return tuple(f"re:{pattern}" for pattern in (r".*lm_head", *self.towers, *others))
+        beside = tuple(rf".*layers\.\d+\.{re.escape(name)}(?:\..*)?$" for name in self.followers)
+        return tuple(f"re:{pattern}" for pattern in (r".*lm_head", *self.towers, *beside, *others))
 
 
 def thinker_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

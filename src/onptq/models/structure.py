@@ -1,9 +1,10 @@
-"""The decoder of a model, its blocks and their seven linears, recognized by structure, not by name."""
+"""The decoder of a model, its blocks and their linears, recognized by structure, not by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import Parameter, signature
 from typing import Any
 
@@ -15,7 +16,9 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEARS = {name: ("self_attn", name) for name in ATTENTION} | {name: ("mlp", name) for name in MLP}
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # linears that some classes fuse, their parts row by row
+DELTA_NET = ("in_proj_qkv", "in_proj_z", "out_proj")  # of a gated delta net, in place of an attention's four
 PLACES = LINEARS | {QKV: ("self_attn", QKV), GATE_UP: ("mlp", GATE_UP)}
+PLACES |= {name: ("linear_attn", name) for name in DELTA_NET}
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 # (usual producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
@@ -26,9 +29,20 @@ PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
     "up_down": ("up_proj", ("down_proj",)),
 }
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # layer types of transformers
+RECURRENT = "linear_attention"
 POSITIONS, SHARED = "position_ids", "shared_kv_states"  # arguments that some attentions require
 BEFORE_MLP = "pre_feedforward_layernorm"
 PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
+IN_ORDER = ("norm_qkv", "v_o", "norm_gate_up", "up_down")  # as a block runs them
+READERS = {pair: PAIRS[pair][1] for pair in IN_ORDER}
+DELTA_NET_READERS = READERS | {"norm_qkv": ("in_proj_qkv", "in_proj_z"), "v_o": ("out_proj",)}
+DELTA_NET_FOLLOWING = {"norm_qkv": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")}  # of decays and update rates
+GATED_NORM = "linear_attn.norm"  # its gain is shared by all heads
+
+
+def place(name: str) -> str:
+    """The name of a norm or linear within its layer: `self_attn.q_proj` of `q_proj`, anything else as it is."""
+    return ".".join(PLACES.get(name, (name,)))
 
 
 Rotary = Mapping[str, tuple[Tensor, Tensor]]  # cosines and sines by layer type
@@ -36,7 +50,9 @@ Rotary = Mapping[str, tuple[Tensor, Tensor]]  # cosines and sines by layer type
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. Its linears stay reachable by name after they have been wrapped."""
+    """One decoder layer. Its linears stay reachable by name after they have been wrapped.
+
+    Of a gated delta net, `heads` and `head_dim` are those of the values, and `kv_heads` is 1: all heads share one gain."""
 
     index: int
     module: nn.Module
@@ -44,21 +60,50 @@ class Block:
     kv_heads: int
     head_dim: int
     producers: Mapping[str, str] = field(default_factory=lambda: PRODUCERS)  # by pair; only pairs that fold
-    linears: tuple[str, ...] = tuple(LINEARS)
+    readers: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: READERS
+    )  # linears by pair, as a block runs them
     layer_type: str = FULL
     window: int | None = None  # tokens that a query of sliding-window attention sees, itself among them
     chunk: int | None = None  # tokens of a chunk, beyond which chunked attention sees nothing
     wants: frozenset[str] = frozenset()  # arguments that its attention requires besides the usual ones
+    following: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 16-bit matrices by the pair that they read
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it carries a state from token to token instead of keys and values."""
+        return self.layer_type == RECURRENT
+
+    @cached_property
+    def linears(self) -> tuple[str, ...]:
+        """The linears that are quantized, in the order in which the block runs them."""
+        return tuple(name for names in self.readers.values() for name in names)
+
+    @property
+    def pairs(self) -> tuple[str, ...]:
+        """The pairs, foldable or not, in the order in which the block runs them: each is one input of linears."""
+        return tuple(self.readers)
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The norms that smoothing folds into."""
-        return tuple(name for name in self.producers.values() if name not in PLACES)
+        return tuple(name for name in self.producers.values() if name not in self.linears)
 
     def consumers(self, pair: str) -> tuple[str, ...]:
         """The linears whose input columns a pair's smoothing multiplies."""
-        fused = {"norm_qkv": QKV, "norm_gate_up": GATE_UP}.get(pair)
-        return tuple(name for name in self.linears if name in PAIRS[pair][1] or name == fused)
+        return self.readers.get(pair, ())
+
+    def followers(self, pair: str) -> tuple[str, ...]:
+        """What reads the same as a pair's consumers and stays 16-bit: smoothing multiplies its columns too."""
+        return self.following.get(pair, ())
+
+    def pair_into(self, name: str) -> str:
+        """The pair that a linear or a follower reads."""
+        return self._into[name]
+
+    @cached_property
+    def _into(self) -> dict[str, str]:
+        return {name: pair for pair in self.readers for name in (*self.consumers(pair), *self.followers(pair))}
 
     def emitted(self, producer: str) -> int:
         """The first row of a producer that its smoothing divides: values are the last of q, k, v, and up is behind gate."""
@@ -77,19 +122,17 @@ class Block:
         return self.heads // self.kv_heads
 
     def owner(self, name: str) -> nn.Module:
-        parent = PLACES[name][0] if name in PLACES else None
-        return getattr(self.module, parent) if parent else self.module
+        return self.module.get_submodule(place(name).rpartition(".")[0])
 
     def child(self, name: str) -> nn.Module:
-        child: nn.Module = getattr(self.owner(name), name)
-        return child
+        return self.module.get_submodule(place(name))
 
     def replace(self, name: str, module: nn.Module) -> None:
-        setattr(self.owner(name), name, module)
+        setattr(self.owner(name), place(name).rpartition(".")[2], module)
 
     def path(self, name: str) -> str:
         """The name relative to the decoder, as checkpoints spell it: `layers.3.self_attn.q_proj`."""
-        return ".".join((f"layers.{self.index}", *PLACES.get(name, (name,))))
+        return f"layers.{self.index}.{place(name)}"
 
 
 @dataclass(frozen=True)
@@ -104,12 +147,17 @@ class Structure:
     def axes(self) -> int:
         """Axes of a position: three under M-RoPE, else one."""
         rope = getattr(self.decoder.config, "rope_parameters", None) or {}
-        return 3 if "mrope_section" in rope else 1
+        return 3 if "mrope_section" in rope or hasattr(self.decoder.rotary_emb, "mrope_section") else 1
 
     @property
     def types(self) -> tuple[str, ...]:
         """The layer types that it has."""
         return tuple(dict.fromkeys(block.layer_type for block in self.blocks))
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any block carries a state from token to token."""
+        return any(block.recurrent for block in self.blocks)
 
     @property
     def narrowed(self) -> bool:
@@ -149,7 +197,7 @@ class Structure:
 
 
 def find_structure(model: nn.Module, *, linears: type[nn.Module] = nn.Linear) -> Structure:
-    """The one module with token embeddings, rotary table, final norm and layers of seven linears; and the model's head.
+    """The one module with token embeddings, rotary table, final norm and layers of known linears; and the model's head.
 
     `linears` is the type that linears and head must have: `nn.Module` admits packed ones of any quantizer."""
     decoders = [module for module in model.modules() if _is_decoder(module, linears)]
@@ -195,32 +243,42 @@ def _is_block(layer: nn.Module, linears: type[nn.Module]) -> bool:
 
 
 def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
-    """Those of the seven linears that a layer has neither alone nor fused; values may be keys (Gemma 4's v_proj is None)."""
+    """The linears that a layer should have and has neither alone nor fused; values may be keys (Gemma 4's v_proj is None)."""
 
     def has(name: str) -> bool:
         parent, child = PLACES[name]
         return isinstance(getattr(getattr(layer, parent, None), child, None), linears)
 
-    missing = [name for name in LINEARS if not has(name)]
+    expected = (*(DELTA_NET if hasattr(layer, "linear_attn") else ATTENTION), *MLP)
+    missing = [name for name in expected if not has(name)]
     if has(QKV):
         missing = [name for name in missing if name not in PAIRS["norm_qkv"][1]]
     if has(GATE_UP):
         missing = [name for name in missing if name not in PAIRS["norm_gate_up"][1]]
     if missing == ["v_proj"] and getattr(getattr(layer, "self_attn", None), "v_proj", layer) is None:
         missing = []
-    return [".".join(LINEARS[name]) for name in missing]
+    return [place(name) for name in missing]
 
 
-def _linears(layer: nn.Module) -> tuple[str, ...]:
-    """The names of a layer's linears, in the order in which it runs them."""
-    order = ("q_proj", "k_proj", "v_proj", QKV, "o_proj", "gate_proj", "up_proj", GATE_UP, "down_proj")
-    return tuple(name for name in order if getattr(getattr(layer, PLACES[name][0]), name, None) is not None)
+def _readers(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """The linears of a layer by the pair that they read."""
+
+    def has(name: str) -> bool:
+        return getattr(getattr(layer, PLACES[name][0]), name, None) is not None
+
+    if hasattr(layer, "linear_attn"):
+        return DELTA_NET_READERS
+    fused = {"norm_qkv": (QKV,), "norm_gate_up": (GATE_UP,)}
+    return {pair: tuple(filter(has, (*READERS[pair], *fused.get(pair, ())))) for pair in IN_ORDER}
 
 
 def _blocks(decoder: nn.Module) -> Iterator[Block]:
     config: Any = decoder.config
     types = getattr(config, "layer_types", None)
     for index, layer in enumerate(decoder.layers):  # type: ignore[arg-type]
+        if hasattr(layer, "linear_attn"):
+            yield _delta_net(index, layer)
+            continue
         attention = layer.self_attn
         window = getattr(attention, "sliding_window", None) or (
             None if types else getattr(config, "sliding_window", None)
@@ -238,12 +296,27 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
             _heads(attention, "k_proj", "out_features") or config.num_key_value_heads,
             attention.head_dim,
             _producers(layer),
-            _linears(layer),
+            _readers(layer),
             layer_type,
             (window or config.sliding_window) if layer_type == SLIDING else None,
             config.attention_chunk_size if layer_type == CHUNKED else None,
             frozenset(name for name in (POSITIONS, SHARED) if _requires(attention, name)),
         )
+
+
+def _delta_net(index: int, layer: nn.Module) -> Block:
+    net: Any = layer.linear_attn
+    return Block(
+        index,
+        layer,
+        net.num_v_heads,
+        1,
+        net.head_v_dim,
+        PRODUCERS | {"v_o": GATED_NORM},
+        _readers(layer),
+        RECURRENT,
+        following=DELTA_NET_FOLLOWING,
+    )
 
 
 def _requires(module: nn.Module, argument: str) -> bool:
@@ -256,7 +329,7 @@ def _producers(layer: nn.Module) -> Mapping[str, str]:
     producers = dict(PRODUCERS)
     if hasattr(layer, BEFORE_MLP):
         producers["norm_gate_up"] = BEFORE_MLP
-    present = _linears(layer)
+    present = [name for names in _readers(layer).values() for name in names]
     if QKV in present:
         producers["v_o"] = QKV
     elif "v_proj" not in present:

@@ -34,3 +34,13 @@ class FoldedNorm:
     """The gain of a norm, divided by the smoothing behind it."""
 
     weight: Tensor  # [d], storage dtype
+
+
+@dataclass(frozen=True)
+class FoldedFollower:
+    """The weight of what reads a smoothed input and stays 16-bit, times the smoothing before it."""
+
+    weight: Tensor  # [O, I], storage dtype
+
+
+Folded = FoldedLinear | FoldedNorm | FoldedFollower | FoldedCache

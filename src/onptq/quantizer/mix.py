@@ -6,8 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from onptq.errors import OnPTQError, did_you_mean
-from onptq.quantizer.theta import PAIR_INTO
+from onptq.models.structure import DELTA_NET_READERS, GATE_UP, QKV, READERS
 from onptq.schemes import DENSE, UNQUANTIZED, Scheme, selects
+
+_READ = {name: pair for readers in (READERS, DELTA_NET_READERS) for pair, names in readers.items() for name in names}
+_READ |= {QKV: "norm_qkv", GATE_UP: "norm_gate_up"}
+_EXPERTS = ".experts."
 
 
 def check_mix(scheme: Scheme, paths: Sequence[str]) -> None:
@@ -23,8 +27,7 @@ def check_mix(scheme: Scheme, paths: Sequence[str]) -> None:
             )
     groups: dict[tuple[str, str], dict[Scheme, str]] = defaultdict(dict)
     for path in paths if scheme.others else ():
-        layer, name = path.rsplit(".", 2)[0], path.rpartition(".")[2]
-        groups[layer, PAIR_INTO[name]].setdefault(scheme.of(path), path)
+        groups[_product(path)].setdefault(scheme.of(path), path)
     for parts in groups.values():
         if len(parts) > 1:
             (one, path), (other, second), *_ = parts.items()
@@ -34,6 +37,22 @@ def check_mix(scheme: Scheme, paths: Sequence[str]) -> None:
             )
     if scheme.others and all(scheme.of(path) == UNQUANTIZED for path in paths):
         raise OnPTQError(f"{scheme} leaves every linear {DENSE}: there is nothing to quantize")
+
+
+def multiplied_together(paths: Sequence[str]) -> list[tuple[str, ...]]:
+    """The linears in groups that servers multiply as one, which take one scheme."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in paths:
+        groups[_product(path)].append(path)
+    return [tuple(group) for group in groups.values()]
+
+
+def _product(path: str) -> tuple[str, str]:
+    """What servers multiply a linear in: with those that read the same input, and with all experts of a layer."""
+    parent, _, name = path.rpartition(".")
+    if _EXPERTS in path:
+        return path.partition(_EXPERTS)[0], "experts"
+    return parent, _READ.get(name, name)
 
 
 def _name(scheme: Scheme) -> str:

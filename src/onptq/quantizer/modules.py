@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,12 @@ from torch.nn import functional as F
 
 from onptq.errors import OnPTQError
 from onptq.models.structure import Block
-from onptq.quantizer.folded import FoldedLinear, FoldedNorm
+from onptq.quantizer.folded import FoldedFollower, FoldedLinear, FoldedNorm
 from onptq.quantizer.integers import LowBitLinear
 from onptq.quantizer.norms import divided_gain, find_eps, gain_offset, rms_norm
 from onptq.quantizer.numerics import cast_through, fitting_scale, in_offsets, product_dtype, quantize_inputs
 from onptq.quantizer.settled import settled_codes, settled_linear
 from onptq.quantizer.theta import (
-    PAIR_INTO,
     Learned,
     LinearTheta,
     Settled,
@@ -32,6 +31,7 @@ from onptq.quantizer.weights import dequantize, fake_quantize_weight, of_groups,
 from onptq.schemes import Scheme
 
 Keep = Literal["codes", "floats", "integers"]  # form of a frozen Q's weights between forwards
+Whole = TypeVar("Whole", FoldedNorm, FoldedFollower)
 NO_THETA = "the policy computes as Q but no theta was attached or frozen"
 
 
@@ -75,11 +75,14 @@ class QuantLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.block, self.name, self.scheme, self.storage, self.switch = block, name, scheme, storage, switch
+        self.block, self.name, self.storage, self.switch = block, name, storage, switch
         self.state: Live | Frozen | Integer | None = None
-        self.tensor_scale: Tensor | None = None
-        if scheme.scales == "E4M3":
-            self.tensor_scale = _tied_scale(block, name)
+        self.use(scheme)
+
+    def use(self, scheme: Scheme) -> None:
+        """Take another scheme; what Q is does not change until it is given a theta again."""
+        self.scheme = scheme
+        self.tensor_scale = _tied_scale(self.block, self.name) if scheme.scales == "E4M3" else None
 
     @property
     def in_features(self) -> int:
@@ -126,6 +129,11 @@ class QuantLinear(nn.Module):
             self.become(Integer(folded, low_bit))
         else:
             self.become(Frozen(folded, keep_weight=keep == "floats"))
+
+    def drop_floats(self) -> None:
+        """Free the floats of a frozen Q's weight; the next forward makes them again."""
+        if isinstance(self.state, Frozen):
+            self.state.weight = None
 
     def folded(self) -> FoldedLinear:
         """The linear that Q deploys. That of an attached theta is folded anew in every call."""
@@ -180,7 +188,7 @@ class QuantLinear(nn.Module):
         return Learned(theta.linears[self.path].ratio.detach().clone(), offset)
 
     def _input_scale(self, theta: Theta) -> Tensor | None:
-        return theta.inputs.get(pair_key(self.block, PAIR_INTO[self.name]))
+        return theta.inputs.get(pair_key(self.block, self.block.pair_into(self.name)))
 
     def _live_linear(self, x: Tensor, theta: Theta) -> Tensor:
         dtype, bias, linear = self.weight.dtype, self._bias(theta), theta.linears[self.path]
@@ -228,51 +236,50 @@ class QuantLinear(nn.Module):
 @torch.no_grad()
 def _tied_scale(block: Block, name: str) -> Tensor:
     """The tensor scale that fits all linears with the same input: servers multiply them as one."""
-    weights: list[Tensor] = [block.child(one).weight for one in block.consumers(PAIR_INTO[name])]  # type: ignore[misc]
+    weights: list[Tensor] = [block.child(one).weight for one in block.consumers(block.pair_into(name))]  # type: ignore[misc]
     return fitting_scale(torch.stack([weight.abs().amax() for weight in weights]).amax())
 
 
-class QuantNorm(nn.Module):
-    """D: the norm as it was loaded. Q: the same norm with its gain divided by s, live or folded."""
+class Reweighted(nn.Module, Generic[Whole]):
+    """A module whose weight alone differs between D and Q: loaded for D, live or folded for Q."""
 
-    def __init__(self, norm: nn.Module, block: Block, name: str, storage: torch.dtype, switch: Switch) -> None:
+    whole: type[Whole]  # its folded form
+
+    def __init__(self, module: nn.Module, block: Block, name: str, storage: torch.dtype, switch: Switch) -> None:
         super().__init__()
-        self.norm = norm
+        self.inner = module
         self.block, self.name, self.storage, self.switch = block, name, storage, switch
-        self.eps, offset = find_eps(norm), gain_offset(norm)
-        if offset is None:
-            raise OnPTQError(f"{self.path} ({type(norm).__name__}) multiplies with neither its weight nor 1 + weight")
-        self.offset = offset
-        self.state: Live | FoldedNorm | None = None
+        self.state: Live | Whole | None = None
+
+    def of(self, theta: Theta) -> Tensor:
+        """Q's weight under theta, in the storage dtype's values."""
+        raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:
-        gain: Tensor = self.norm.weight  # type: ignore[assignment]
-        return gain
+        weight: Tensor = self.inner.weight  # type: ignore[assignment]
+        return weight
 
     @property
     def path(self) -> str:
         return self.block.path(self.name)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gain = self.gain()
-        if self.eps is not None:
-            return rms_norm(x, gain, self.eps)
-        return functional_call(self.norm, {"weight": gain}, (x,))  # type: ignore[no-any-return]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self.inner, {"weight": self.present()}, args, kwargs)
 
-    def gain(self) -> Tensor:
-        """The gain of the side that the policy computes as."""
+    def present(self) -> Tensor:
+        """The weight of the side that the policy computes as."""
         if not self.switch.quantized:
             return self.weight
         match self.state:
             case Live(theta):
-                return self._gain(theta).to(self.weight.dtype)
-            case FoldedNorm(weight):
-                return weight.to(self.weight.dtype)
+                return self.of(theta).to(self.weight.dtype)
             case None:
                 raise RuntimeError(NO_THETA)
+            case folded:
+                return folded.weight.to(self.weight.dtype)
 
-    def become(self, state: Live | FoldedNorm | None) -> None:
+    def become(self, state: Live | Whole | None) -> None:
         self.switch.generation += 1
         self.state = state
 
@@ -282,20 +289,47 @@ class QuantNorm(nn.Module):
     def freeze(self, theta: Theta, keep: Keep = "codes") -> None:
         self.become(self.fold(theta))
 
-    def folded(self) -> FoldedNorm:
+    def folded(self) -> Whole:
         match self.state:
             case Live(theta):
                 return self.fold(theta)
-            case FoldedNorm() as folded:
-                return folded
             case None:
                 raise RuntimeError(NO_THETA)
+            case folded:
+                return folded
 
     @torch.no_grad()
-    def fold(self, theta: Theta) -> FoldedNorm:
-        return FoldedNorm(self._gain(theta).to(self.storage))
+    def fold(self, theta: Theta) -> Whole:
+        return self.whole(self.of(theta).to(self.storage))
 
-    def _gain(self, theta: Theta) -> Tensor:
+
+class QuantNorm(Reweighted[FoldedNorm]):
+    """D: the norm as it was loaded. Q: the same norm with its gain divided by s, live or folded."""
+
+    whole = FoldedNorm
+
+    def __init__(self, norm: nn.Module, block: Block, name: str, storage: torch.dtype, switch: Switch) -> None:
+        super().__init__(norm, block, name, storage, switch)
+        self.eps, offset = find_eps(norm), gain_offset(norm)
+        if offset is None:
+            raise OnPTQError(f"{self.path} ({type(norm).__name__}) multiplies with neither its weight nor 1 + weight")
+        self.offset = offset
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.eps is not None:
+            return rms_norm(args[0], self.present(), self.eps)
+        return super().forward(*args, **kwargs)
+
+    def of(self, theta: Theta) -> Tensor:
         log_out = log_scales_out(theta, self.block, self.name)
         assert log_out is not None
         return cast_through(divided_gain(self.weight, log_out, self.offset), self.storage)
+
+
+class QuantFollower(Reweighted[FoldedFollower]):
+    """D: a matrix as it was loaded, of a linear or of a router. Q: the same with its columns times s, never rounded."""
+
+    whole = FoldedFollower
+
+    def of(self, theta: Theta) -> Tensor:
+        return cast_through(smoothed(self.weight, log_scales_in(theta, self.block, self.name), None), self.storage)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -12,11 +13,11 @@ from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel, Side
 from onptq.models.structure import Block, find_structure
 from onptq.quantizer.caches import QuantCache, check_cache
-from onptq.quantizer.folded import FoldedCache, FoldedLinear, FoldedNorm
+from onptq.quantizer.folded import Folded
 from onptq.quantizer.mix import check_mix
-from onptq.quantizer.modules import Keep, Live, QuantLinear, QuantNorm, Switch
+from onptq.quantizer.modules import Keep, Live, QuantFollower, QuantLinear, QuantNorm, Switch
 from onptq.quantizer.proof import prove
-from onptq.quantizer.theta import Theta
+from onptq.quantizer.theta import Free, Theta
 from onptq.schemes import Scheme
 
 
@@ -49,6 +50,11 @@ class Policy(LanguageModel):
             yield
         finally:
             self.switch.quantized = before
+
+    @cached_property
+    def linears(self) -> Mapping[str, QuantLinear]:
+        """Its linears by path."""
+        return {module.path: module for module in self._linears()}
 
     def scheme_of(self, block: Block, pair: str) -> Scheme:
         """The scheme of the linears that read a pair's input: servers multiply them as one, so they share it."""
@@ -83,6 +89,26 @@ class Policy(LanguageModel):
         finally:
             for module, state in zip(self.wrapped, before, strict=True):
                 module.become(state)  # type: ignore[arg-type]
+
+    @contextmanager
+    def raised(self, theta: Theta, paths: Sequence[str], scheme: Scheme) -> Iterator[None]:
+        """A context in which some linears of Q under theta have another scheme, at full range."""
+        modules = [self.linears[path] for path in paths]
+        before = [(module.state, module.scheme) for module in modules]
+        free = {
+            module.path: Free(torch.zeros(scheme.scale_shape(*module.weight.shape), device=self.device))
+            for module in modules
+        }
+        changed = Theta(theta.smoothing, theta.linears | free, theta.inputs, theta.caches)
+        for module in modules:
+            module.use(scheme)
+            module.freeze(changed, keep="floats")
+        try:
+            yield
+        finally:
+            for module, (state, own) in zip(modules, before, strict=True):
+                module.use(own)
+                module.become(state)
 
     def release(self) -> None:
         """Give the memory back; the policy cannot compute any more."""
@@ -119,7 +145,12 @@ class Policy(LanguageModel):
             centred.linears[module.path] = module.centre(theta)
         return centred
 
-    def folded(self) -> Iterator[tuple[str, FoldedLinear | FoldedNorm | FoldedCache]]:
+    def drop_floats(self) -> None:
+        """Free the floats of a frozen Q's weights; the next forward makes them again."""
+        for module in self._linears():
+            module.drop_floats()
+
+    def folded(self) -> Iterator[tuple[str, Folded]]:
         """Every folded piece with its name relative to the decoder, block by block, as the exporter takes them."""
         for module in self.wrapped:
             yield module.path, module.folded()
@@ -127,12 +158,16 @@ class Policy(LanguageModel):
     def _linears(self) -> Iterator[QuantLinear]:
         return (module for module in self.wrapped if isinstance(module, QuantLinear))
 
-    def _wrap(self) -> Iterator[QuantLinear | QuantNorm | QuantCache]:
+    def _wrap(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower | QuantCache]:
         for block in self.structure.blocks:
             for name in block.norms:
                 norm = QuantNorm(block.child(name), block, name, self.storage, self.switch)
                 block.replace(name, norm)
                 yield norm
+            for name in (name for pair in block.producers for name in block.followers(pair)):
+                follower = QuantFollower(block.child(name), block, name, self.storage, self.switch)
+                block.replace(name, follower)
+                yield follower
             for name in block.linears:
                 linear = block.child(name)
                 assert isinstance(linear, nn.Linear)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from onptq.models.attention import trusted_attention
-from onptq.models.structure import PAIRS, PLACES, Block, Structure
+from onptq.models.structure import Block, Structure, place
 from onptq.quantizer.norms import divided_gain, gain_offset
 from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out, pair_key, pair_width
 from onptq.quantizer.weights import smoothed
@@ -78,10 +78,13 @@ def _failing(structure: Structure, block: Block) -> Iterator[str]:
     noise = NOISE * float(dense.abs().max())
     for pair in block.producers:
         u = REACH * (2 * torch.rand(pair_width(block, pair), generator=draw) - 1)
-        theta, alone = Theta({pair_key(block, pair): u.to(device)}), without(block, [p for p in PAIRS if p != pair])
+        theta, alone = (
+            Theta({pair_key(block, pair): u.to(device)}),
+            without(block, [other for other in block.producers if other != pair]),
+        )
         consumed = {
-            f"{_inner(name)}.weight": smoothed(tensors[f"{_inner(name)}.weight"], log_in, None)
-            for name in block.consumers(pair)
+            f"{place(name)}.weight": smoothed(tensors[f"{place(name)}.weight"], log_in, None)
+            for name in (*block.consumers(pair), *block.followers(pair))
             if (log_in := log_scales_in(theta, alone, name)) is not None
         }
         produced = _divided(module, tensors, theta, alone, block.producers[pair])
@@ -94,19 +97,15 @@ def _failing(structure: Structure, block: Block) -> Iterator[str]:
             yield pair
 
 
-def _inner(name: str) -> str:
-    return ".".join(PLACES.get(name, (name,)))
-
-
 def _divided(
     module: nn.Module, tensors: Mapping[str, Tensor], theta: Theta, block: Block, producer: str
 ) -> dict[str, Tensor] | None:
     """The producer's tensors, by name, over its scales; None for a norm that multiplies with neither w nor 1 + w."""
     log_out = log_scales_out(theta, block, producer)
     assert log_out is not None
-    name = _inner(producer)
+    name = place(producer)
     weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
-    if producer in PLACES:
+    if producer in block.linears:
         divided = {f"{name}.weight": smoothed(weight, None, log_out)}
         return divided if bias is None else divided | {f"{name}.bias": bias / log_out.exp()}
     offset = gain_offset(module.get_submodule(name))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from onptq.models.structure import GATE_UP, PAIRS, QKV, Block
+from onptq.models.structure import Block
 from onptq.schemes import Scheme
 
 SMOOTHING_REACH = 1.5  # largest distance of a log-smoothing entry from its value at the start of an update
@@ -22,9 +22,6 @@ RATIO_RANGE = (math.log(0.4), 0.0)  # of the log scale ratio
 VALID_RANGE = (math.log(0.4), math.log(2.0))  # the same where scales are numbers of few bits
 SETTLED_RANGE = (-0.5, 0.5)  # of the log scale ratio where codes are settled
 OFFSET_RANGE = (-0.5, 0.5)  # of learned offsets; those of an init may lie beyond it, as GPTQ's do
-
-PAIR_INTO = {consumer: pair for pair, (_, consumers) in PAIRS.items() for consumer in consumers}
-PAIR_INTO |= {QKV: "norm_qkv", GATE_UP: "norm_gate_up"}
 
 
 @dataclass
@@ -66,6 +63,9 @@ class Theta:
     caches: dict[str, Tensor] = field(
         default_factory=dict
     )  # "layers.0" -> [2] scales of cached keys and values, if any
+    # The tensors, kept alive, and their writes when `version` was last read; and how often they had changed by then.
+    _seen: list[tuple[Tensor, int | None]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _changes: int = field(default=0, init=False, repr=False, compare=False)
 
     @classmethod
     def rtn(cls, blocks: Sequence[Block], scheme: Scheme, device: torch.device | str = "cpu") -> Theta:
@@ -104,6 +104,14 @@ class Theta:
             **self.cloned_scales(),
         )
 
+    @torch.no_grad()
+    def copy_(self, other: Theta) -> None:
+        """Take the values of a theta with the same tensors."""
+        values = other._named()
+        for name, tensor in self._named().items():
+            if tensor is not values[name]:  # codes are shared
+                tensor.copy_(values[name])
+
     def freed(self) -> Theta:
         """A clone whose codes all follow the weights again: smoothing and ratios alone."""
         ratios = {path: Free(ratio.detach().clone()) for path, ratio in self.ratio.items()}
@@ -112,8 +120,17 @@ class Theta:
 
     @property
     def version(self) -> int:
-        """The number of in-place writes to its tensors."""
-        return sum(tensor._version for tensor in self._named().values())
+        """A number that differs after every change that was made since it was last read.
+
+        A tensor may be written to or replaced. Tensors of inference mode count no writes, so they count as changed."""
+        now = [(tensor, None if tensor.is_inference() else tensor._version) for tensor in self._named().values()]
+        same = len(now) == len(self._seen) and all(
+            one is other and count is not None and count == before
+            for (one, count), (other, before) in zip(now, self._seen, strict=True)
+        )
+        if not same:
+            self._seen, self._changes = now, self._changes + 1
+        return self._changes
 
     @torch.no_grad()
     def project_(self, origin: Theta) -> None:
@@ -254,14 +271,14 @@ def pair_width(block: Block, pair: str) -> int:
 
 
 def log_scales_in(theta: Theta, block: Block, name: str) -> Tensor | None:
-    """log s of a linear's input columns, [I]; None where nothing is folded into what it reads.
+    """log s of the input columns of a linear or a follower, [I]; None where nothing is folded into what it reads.
 
     Under GQA one s per KV channel serves every query head of its group."""
-    pair = PAIR_INTO[name]
+    pair = block.pair_into(name)
     if pair not in block.producers:
         return None
     u = theta.smoothing[pair_key(block, pair)]
-    if name == "o_proj":
+    if pair == "v_o":
         u = u.view(block.kv_heads, 1, block.head_dim).expand(-1, block.groups, -1).reshape(-1)
     return u
 
