@@ -70,4 +70,8 @@ def mix(
         f"{found.bits:.3g} bits a weight, {found.chosen} of {len(found.gains)} groups raised to {raised}: KL {found.kl:.4g} "
         f"-> {found.measured:.4g} measured, {found.added:.4g} if savings added up"
     )
+    if found.measured >= found.kl:
+        reporter.warn(
+            "the mix is no better than the scheme it starts from: more prompts or longer answers may tell more"
+        )
     typer.echo(f"onptq quantize {model} --scheme {recipe.scheme} --mix {out / MIX}")
