@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onptq import __version__, methods
-from onptq.bank import Trajectory
+from onptq.bank import ROLLOUTS, Trajectory
 from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
 from onptq.check.trial import ask, questions
@@ -34,6 +34,7 @@ from onptq.checkpoint.write import (
 from onptq.cycle.calibrate import Holdout
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle, bank_figures
+from onptq.cycle.served import ServedPolicy
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
@@ -60,6 +61,7 @@ from onptq.ranks import is_first, join
 from onptq.recipe import Recipe
 from onptq.run import CALIBRATED, CHOICE, INIT, INIT_KEPT, SUMMARY, Run, check_place, is_contract_1, remove, run_home
 from onptq.schemes import Scheme
+from onptq.serving.vllm import Vllm
 from onptq.shared_run import open_run
 
 WEIGHTS = "*.safetensors"
@@ -87,6 +89,13 @@ class Job:
     prompts: Prompts
     manifest: str | None  # of the calibration prompts, as the user named it
     device: torch.device
+    vllm: Vllm
+
+    @property
+    def served(self) -> ServedPolicy | None:
+        """Who writes the rollouts, where it is not this package."""
+        served = self.recipe.rounds and self.recipe.follow.engine == "vllm"
+        return ServedPolicy(self.source, self.prompts.calibration, self.vllm) if served else None
 
 
 def quantize(
@@ -102,24 +111,30 @@ def quantize(
     on_bad_prompt: str = "fail",
     detail: str = LIGHT,
     held_out_detail: str | None = None,
+    policy_endpoint: str | None = None,
+    vllm_python: str | Path | None = None,
+    vllm_args: Sequence[str] = (),
 ) -> Result:
     """Quantize `model` into the folder `out`; called again after a kill, go on after the last finished step.
 
     `start` is the file of a theta^(0) to use instead of the recipe's base method. `on_bad_prompt` is `fail`, or `skip` to
     leave out prompts that cannot be read or that the model cannot take. `detail` is how much of single states is kept for the
-    page: `off`, `light` or `full`; `held_out_detail` the same of held-out states alone.
+    page: `off`, `light` or `full`; `held_out_detail` the same of held-out states alone. With `follow.engine=vllm` a server at
+    `policy_endpoint` writes the rollouts, or one that is started by `vllm_python` (else by that of ONPTQ_VLLM_PYTHON, or this
+    one) with `vllm_args`.
     """
     reporter = reporter or (QuietReporter() if is_first() else SilentReporter())
     recipe = recipe or Recipe()
     held_out_detail = detail if held_out_detail is None else held_out_detail
     for level in (detail, held_out_detail):
         check_level(level)
+    vllm = Vllm.given(policy_endpoint, vllm_python, vllm_args)
     with join(recipe.compute.device) as ranks:
         device = torch.device(ranks.lead(lambda: str(check_settings(Path(out), recipe, calibration, holdout))))
         if ranks.size > 1:
             device = choose_device(device.type)  # the rank's own GPU
         job = ranks.after_first(
-            lambda: check(model, Path(out), recipe, calibration, holdout, on_bad_prompt, device, reporter)
+            lambda: check(model, Path(out), recipe, calibration, holdout, on_bad_prompt, device, reporter, vllm)
         )
         with open_run(out, run_home(out), lambda: identify(job, reporter), ranks, reporter.warn) as run:
             logged = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
@@ -143,11 +158,12 @@ def work(
     if start is not None and run.ranks.is_first and not run.has(INIT):
         with run.writing(INIT) as path:
             shutil.copyfile(start, path)
+    run.ranks.lead(lambda: check_server(job, run))
     processor = open_processor(job.source, job.recipe)
     policy = load(job, reporter)
     prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
-    cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail))
+    cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail), job.served)
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
     theta = keep_better(cycle, theta, partial(read_init, policy, run))
     summary, held_out_states = measure(job, cycle, theta)
@@ -176,6 +192,7 @@ def check(
     on_bad_prompt: str,
     device: torch.device,
     reporter: Reporter,
+    vllm: Vllm,
 ) -> Job:
     """Refuse before any work what would fail later, beside what `check_settings` refuses."""
     check_on_bad_prompt(on_bad_prompt)
@@ -190,6 +207,8 @@ def check(
     check_apart(source.folder, out)
     check_apart(source.folder, run_home(out))
     scheme = Scheme.parse(recipe.scheme)
+    if recipe.rounds and recipe.follow.engine == "vllm":
+        vllm.check(scheme)
     checkpoint, decoder = check_exportable(
         source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
     )
@@ -200,7 +219,7 @@ def check(
     seed = None if is_contract_1(out) else recipe.seed
     prompts = _gather(source, calibration, holdout, recipe, seed, on_bad_prompt, reporter)
     named = str(calibration) if isinstance(calibration, str | Path) else None
-    return Job(source, out, recipe, scheme, prompts, named, device)
+    return Job(source, out, recipe, scheme, prompts, named, device, vllm)
 
 
 def check_settings(
@@ -312,6 +331,13 @@ def load(job: Job, reporter: LoggedReporter) -> Policy:
     for text in policy.unfolded:
         reporter.warn(text)
     return policy
+
+
+def check_server(job: Job, run: Run) -> None:
+    """Refuse a Python without vLLM before any work, where rollouts are still to be written by one."""
+    written = range(job.recipe.rounds if job.recipe.refresh else 1)
+    if job.served is not None and not all(run.has(f"rounds/{k}/{ROLLOUTS}") for k in written):
+        job.vllm.check_installed()
 
 
 def encode_prompts(

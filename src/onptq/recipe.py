@@ -130,7 +130,12 @@ class DataConfig(Config):
 class FollowConfig(Config):
     """Follow: the quantized model's own rollouts."""
 
-    LATER: ClassVar[Mapping[str, Any]] = {"policy": "quantized", "sampling": "greedy", "responses": 1}
+    LATER: ClassVar[Mapping[str, Any]] = {
+        "policy": "quantized",
+        "sampling": "greedy",
+        "responses": 1,
+        "engine": "own",
+    }
 
     max_tokens: StrictInt = Field(default=128, ge=1, description="T: most response tokens per prompt")
     policy: Literal["quantized", "dense"] = Field(
@@ -141,12 +146,19 @@ class FollowConfig(Config):
         description="how tokens are chosen; model samples by temperature, top_k and top_p of its generation config",
     )
     responses: StrictInt = Field(default=1, ge=1, description="responses to each prompt; more than one wants sampling")
+    engine: Literal["own", "vllm"] = Field(
+        default="own", description="who writes the rollouts: this package, or vLLM with the kernels that will serve"
+    )
 
     @model_validator(mode="after")
     def _check_responses(self) -> Self:
         if self.responses > 1 and self.sampling == "greedy":
             raise ValueError(
                 "greedy responses to one prompt are all the same; more than one wants follow.sampling=model"
+            )
+        if self.engine == "vllm" and self.policy == "dense":
+            raise ValueError(
+                "vllm writes rollouts of the quantized model; those of the dense one want follow.engine=own"
             )
         return self
 

@@ -268,7 +268,7 @@ class Run:
         if log.exists():
             with log.open(encoding="utf-8", errors="replace") as file:
                 for line in file:
-                    with suppress(ValueError):
+                    with suppress(ValueError, RecursionError):
                         event = json.loads(line)
                         if isinstance(event, dict) and "event" in event:
                             yield event
@@ -279,8 +279,9 @@ class Run:
         for event in self.events():
             own = event.get("arm") == self._arm
             if own and event["event"] == "phase" and event.get("state") in ("end", "failed"):
-                phase = event["phase"]
-                seconds[phase] = round(seconds.get(phase, 0.0) + event["seconds"], 3)
+                phase, took = event.get("phase"), event.get("seconds")
+                if isinstance(phase, str) and isinstance(took, int | float):  # else the line was damaged
+                    seconds[phase] = round(seconds.get(phase, 0.0) + took, 3)
         return seconds
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from onptq.plan.machine import machine_with
 from onptq.plan.planning import Plan, make_plan
 from onptq.recipe import ComputeConfig, Recipe
 from onptq.run import run_home
+from onptq.serving.vllm import Vllm
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,19 @@ def test_a_checkpoint_without_a_decoder_is_refused(tmp_path: Path) -> None:
 
 def test_a_scheme_that_leaves_the_weights_alone_is_refused(small: Path) -> None:
     assert "nothing to write" in refused(small, complete("W16A8"))
+
+
+def test_a_server_that_writes_the_rollouts_is_planned_for_or_refused(small: Path) -> None:
+    served, own = (
+        make_plan(small, complete(**{"follow.engine": engine}), machine=BIG_GPU) for engine in ("vllm", "own")
+    )
+    assert not served.refusals
+    assert any("Follow is that of OnPTQ's own rollouts" in text for text in served.assumptions)
+    assert served.parts is not None
+    assert served.run_bytes == (own.run_bytes or 0) + served.parts.output_bytes
+    assert "W4A6 is for simulation" in refused(small, complete("W4A6", **{"follow.engine": "vllm"}))
+    (reason,) = make_plan(small, complete(**{"follow.engine": "vllm"}), vllm=Vllm(python=Path("/nowhere"))).refusals
+    assert "--vllm-python /nowhere cannot be run" in reason
 
 
 def test_a_model_without_a_tokenizer_is_refused(broken: Path) -> None:

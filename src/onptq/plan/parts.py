@@ -44,7 +44,7 @@ class Shapes:
 
     layers: int  # blocks
     attending: int  # blocks with keys and values
-    state: int  # numbers in the states of all recurrent blocks, of one sequence
+    recurrent: int  # numbers in the recurrent states of all blocks, of one sequence
     hidden: int  # width
     ffn: int  # width
     query: int  # width of all query heads together
@@ -142,7 +142,7 @@ def _shapes(
     return Shapes(
         layers=decoder.layers,
         attending=attending,
-        state=(decoder.layers - attending) * state,
+        recurrent=(decoder.layers - attending) * state,
         hidden=first["o_proj"][0],
         ffn=first["down_proj"][1],
         query=query,

@@ -33,6 +33,7 @@ from onptq.plan.work import CANDIDATES, Work, count_work, work_of
 from onptq.recipe import Recipe
 from onptq.run import check_place, run_home
 from onptq.schemes import Scheme
+from onptq.serving.vllm import Vllm
 
 RANGE = 2.0  # a run takes between the estimate divided by this and the estimate times this
 FEW_SECONDS = 5.0  # below which the estimate says little: starting and ending a run take about as long
@@ -127,12 +128,14 @@ def make_plan(
     out: Path | None = None,
     machine: Machine | None = None,
     gpus: int = 1,
+    vllm: Vllm | None = None,
 ) -> Plan:
     """The plan of quantizing `model`, by default on so many GPUs of this machine, which is measured for a few seconds.
 
     Reads config.json, safetensors headers, the processor's files and the prompts; loads no weight and writes nothing.
     Raises OnPTQError only where there is no such model or the arguments contradict each other. Whatever stops the run
-    is a refusal.
+    is a refusal. `vllm` is the server that writes the rollouts with follow.engine=vllm; one that `machine` would start is
+    not looked for here.
     """
     if calibration is not None and prompt_tokens is not None:
         raise OnPTQError("expected one of --calibration and --prompt-tokens: prompts have lengths of their own")
@@ -147,6 +150,11 @@ def make_plan(
         unmatched = (f"the ignore pattern {pattern} matches no tensor" for pattern in parts.unmatched)
         plan = replace(plan, family=source.family.name, parts=parts, warnings=tuple(unmatched))
         _check(source, parts, recipe, out)
+        if _served(recipe):
+            server = vllm or Vllm.given()
+            server.check(scheme)
+            if machine is None:
+                server.check_installed()
         processor = PromptProcessor.from_folder(source.folder, source.family, source.config, recipe.data.special_tokens)
         processor(probe_prompt(source.family.modalities))  # a chat template that takes all media
         if calibration is None:
@@ -236,15 +244,25 @@ def _estimated(
     return replace(
         plan,
         phases=tuple(replace(phase, seconds=seconds[phase.name]) for phase in phases),
-        run_bytes=memory.files,
+        run_bytes=_written(plan.recipe, parts, memory) - parts.output_bytes,
         assumptions=tuple(_assumptions(work, machine, prompts)),
         warnings=(
             *plan.warnings,
             *([] if refusals else _idle(work)),
-            *_warnings(plan.recipe, rates, prompts, parts.output_bytes + memory.files, out),
+            *_warnings(plan.recipe, rates, prompts, _written(plan.recipe, parts, memory), out),
         ),
         refusals=tuple(refusals),
     )
+
+
+def _served(recipe: Recipe) -> bool:
+    """Whether a server writes rollouts."""
+    return bool(recipe.rounds) and recipe.follow.engine == "vllm"
+
+
+def _written(recipe: Recipe, parts: Parts, memory: Memory) -> int:
+    """Bytes of the checkpoint and the run, and of the one that a server has while it writes the rollouts."""
+    return parts.output_bytes * (2 if _served(recipe) else 1) + memory.files
 
 
 def _rates(machine: Machine, shapes: Shapes, scheme: Scheme, keep: Held, settled: bool) -> Rates:
@@ -263,6 +281,11 @@ def _assumptions(work: Work, machine: Machine, prompts: Prompts | None) -> Itera
             held_out = f" and {work.holdout} held-out ones" if work.holdout else ""
             yield f"assumed: {work.prompts} prompts{held_out} of {work.prompt_tokens} tokens{media}"
         yield f"every response is as long as its limit, {work.response_tokens} tokens"
+    if _served(work.recipe):
+        yield (
+            "Follow is that of OnPTQ's own rollouts: neither the start of vLLM nor its speed and memory are known here; on the "
+            "GPU of the run it takes what the run leaves free"
+        )
     if work.candidates:
         yield f"Branch looks ahead from {CANDIDATES:.0%} of the states"
     if work.recipe.init not in MODELLED_INITS:
