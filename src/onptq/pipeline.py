@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from onptq import __version__, methods
 from onptq.bank import ROLLOUTS, Trajectory
 from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
-from onptq.check.trial import ask, questions
+from onptq.check.trial import Answer, ask, questions
 from onptq.checkpoint.companions import check_room, companion_bytes, companions
 from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.checkpoint.load import load_policy
@@ -39,8 +40,8 @@ from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts,
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.engine.agreement import check_agreement
-from onptq.engine.budget import cached_bytes
-from onptq.engine.memory import free_memory, peak_memory
+from onptq.engine.budget import cached_bytes, give_back_memory
+from onptq.engine.memory import free_memory, host_free, peak_memory
 from onptq.engine.prompts import EncodedPrompts
 from onptq.errors import OnPTQError
 from onptq.evaluate.details import LIGHT, check_level
@@ -53,11 +54,14 @@ from onptq.methods.resume import RunStore
 from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs, PromptProcessor
+from onptq.models.sharding import Layout
 from onptq.page.card_picture import card_picture
+from onptq.plan.layouts import WHERE, layout_of_run
+from onptq.plan.machine import Machine
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter, SilentReporter
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
-from onptq.ranks import is_first, join
+from onptq.ranks import Ranks, is_first, join
 from onptq.recipe import Recipe
 from onptq.run import CALIBRATED, CHOICE, INIT, INIT_KEPT, SUMMARY, Run, check_place, is_contract_1, remove, run_home
 from onptq.schemes import Scheme
@@ -160,24 +164,36 @@ def work(
             shutil.copyfile(start, path)
     run.ranks.lead(lambda: check_server(job, run))
     processor = open_processor(job.source, job.recipe)
-    policy = load(job, reporter)
+    policy = load(job, run.ranks, reporter)
     prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
     cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail), job.served)
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
     theta = keep_better(cycle, theta, partial(read_init, policy, run))
     summary, held_out_states = measure(job, cycle, theta)
-    run.ranks.leave()  # the rest is for one process; compressed-tensors would share it among all it sees
-    if not run.ranks.is_first:
-        return summary
-    warn_of_no_help(summary, reporter)
-    keep_details(cycle, held_out_states, held_out_detail)
-    for side in SIDES:  # nobody is asked until the checkpoint is reloaded
-        cycle.inputs.forget(side)
-    policy.drop_floats()
-    summary["checkpoint"] = export(job, policy, run, reporter)
-    if verify:
-        summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
+    with ExitStack() as verifying:
+
+        def conclude() -> Graph | None:
+            """The first process writes; the others have parts of the weights."""
+            warn_of_no_help(summary, reporter)
+            keep_details(cycle, held_out_states, held_out_detail)
+            for side in SIDES:  # nobody is asked until the checkpoint is reloaded
+                cycle.inputs.forget(side)
+            policy.drop_floats()
+            summary["checkpoint"] = export(job, policy, run, reporter)
+            if not verify:
+                return None
+            total = 1 + bool(job.prompts.calibration)
+            bar = verifying.enter_context(reporter.phase("Verify", total=total, unit="prompts"))
+            return graph_answers(job, cycle, theta, processor, bar)
+
+        graph = run.ranks.first_alone(conclude)
+        run.ranks.leave()  # the rest is for one process; compressed-tensors would share it among all it sees
+        if not run.ranks.is_first:
+            return summary
+        checked = None if graph is None else reload_and_check(job, policy, graph, processor, reporter)
+    if checked is not None:
+        summary["verification"] = checked
     summary["seconds"] = run.seconds()
     run.finish(summary)
     return summary
@@ -323,14 +339,26 @@ def damaged(out: Path, written: Mapping[str, Any]) -> str | None:
     return None if size == before else f"{out} has {size:,} bytes of weights, not {before:,}"
 
 
-def load(job: Job, reporter: LoggedReporter) -> Policy:
+def load(job: Job, ranks: Ranks, reporter: LoggedReporter) -> Policy:
     dtype = choose_dtype(job.recipe.compute.dtype, job.device, reporter.note)
+    layout = choose_layout(job, ranks, dtype)
+    if layout != "whole":
+        reporter.note(f"the decoder's blocks are {WHERE[layout]}, and gathered where they are used")
     with reporter.phase("Load", total=1, unit="checkpoint") as bar:
-        policy = load_policy(job.source, job.scheme, device=job.device, dtype=dtype)
+        policy = load_policy(job.source, job.scheme, device=job.device, dtype=dtype, layout=layout, ranks=ranks)
         bar.advance()
     for text in policy.unfolded:
         reporter.warn(text)
     return policy
+
+
+def choose_layout(job: Job, ranks: Ranks, dtype: torch.dtype) -> Layout:
+    """Where the decoder's blocks are, the same on all ranks."""
+    free, prompts = min(ranks.gather(free_memory(job.device))), job.prompts
+    host = host_free() if job.device.type == "cuda" else free
+    machine = Machine(str(job.device), "", dtype, free, host, gpus=ranks.size)
+    counts = len(prompts.calibration), len(prompts.holdout)
+    return ranks.lead(lambda: layout_of_run(job.source, job.recipe, *counts, machine))
 
 
 def check_server(job: Job, run: Run) -> None:
@@ -474,24 +502,55 @@ def weight_bytes(out: Path) -> int:
     return sum(file.stat().st_size for file in out.glob(WEIGHTS))
 
 
-def reload_and_check(
-    job: Job, cycle: Cycle, theta: Theta, processor: PromptProcessor, reporter: Reporter
-) -> dict[str, Any]:
-    """The checkpoint, loaded by transformers, against the graph it was folded from. Releases the policy."""
+@dataclass(frozen=True)
+class Graph:
+    """What the graph says that the checkpoint is folded from, and the dense model's answers."""
+
+    tried: list[ModelInputs]
+    logits: list[Tensor]  # of the graph
+    dense: list[Answer]
+
+
+def graph_answers(job: Job, cycle: Cycle, theta: Theta, processor: PromptProcessor, bar: Bar) -> Graph:
+    """What the checkpoint will be compared with. Q is theta, simulated, as whoever loads the checkpoint computes it."""
     source, policy = job.source, cycle.policy
     tried = [processor(prompt) for prompt in (probe_prompt(source.family.modalities), *job.prompts.calibration[:1])]
-    with reporter.phase("Verify", total=len(tried), unit="prompts") as bar:
-        dtype = policy.dtype
-        policy.attach(theta)  # simulated, as whoever loads the checkpoint does
-        expected = [_graph_logits(policy, inputs) for inputs in tried]
-        with policy.speaking("D"):
-            dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
-        policy.release()
-        inputs = [one.tensors for one in tried]
-        verification, checks = verify_export(
-            job.out, source, processor, inputs, expected, dense, scheme=job.scheme, dtype=dtype, device=job.device
+    policy.attach(theta)
+    logits = []
+    for inputs in tried:
+        logits.append(_graph_logits(policy, inputs))
+        bar.advance()
+    with policy.speaking("D"):
+        dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
+    return Graph(tried, logits, dense)
+
+
+def reload_and_check(
+    job: Job, policy: Policy, graph: Graph, processor: PromptProcessor, reporter: Reporter
+) -> dict[str, Any] | None:
+    """The checkpoint, loaded by transformers, against the graph it was folded from; None where a model whose blocks were
+    sharded does not fit whole. Releases the policy."""
+    needed = sum(tensor.numel for tensor in job.source.checkpoint.tensors.values()) * policy.dtype.itemsize
+    policy.release()
+    give_back_memory()
+    if policy.sharded is not None and needed > free_memory(job.device):
+        reporter.warn(
+            f"{job.out} was not loaded to check it: whole, it takes {needed / 2**30:.1f} GiB, and {job.device} has "
+            f"{free_memory(job.device) / 2**30:.1f}. `onptq verify {job.out}` does that where there is room"
         )
-        bar.advance(len(tried))
+        return None
+    inputs = [one.tensors for one in graph.tried]
+    verification, checks = verify_export(
+        job.out,
+        job.source,
+        processor,
+        inputs,
+        graph.logits,
+        graph.dense,
+        scheme=job.scheme,
+        dtype=policy.dtype,
+        device=job.device,
+    )
     for one in checks:
         if not one.passed:
             reporter.warn(f"{one.name}: the checkpoint {one.seen}")

@@ -24,8 +24,8 @@ from pydantic import (
 )
 
 from onptq.errors import OnPTQError, did_you_mean
-from onptq.files import parse_yaml, read_yaml, to_yaml
 from onptq.overrides import Overrides, explain, override, with_implied
+from onptq.plain_yaml import parse_yaml, read_yaml, to_yaml
 from onptq.registry import LOSS_TERMS, METHODS, SELECTION_RULES, Registry
 from onptq.schemes import NAMED, Scheme
 
@@ -279,6 +279,8 @@ class CalibrateConfig(Config):
 class ComputeConfig(Config):
     """Compute: device, dtype and memory."""
 
+    LATER: ClassVar[Mapping[str, Any]] = {"shard": "auto"}
+
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="compute type; auto is float32 on a CPU and bfloat16 on a GPU"
@@ -290,6 +292,10 @@ class ComputeConfig(Config):
     integers: StrictBool = Field(
         default=True,
         description="on a GPU Q's rollouts multiply int8 codes where it rounds activations; false simulates",
+    )
+    shard: Literal["auto", "never", "always", "offload"] = Field(
+        default="auto",
+        description="split the decoder over the processes (FSDP2), or over their hosts; auto where it does not fit whole",
     )
 
 

@@ -140,7 +140,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "shards elsewhere": (elsewhere, (INDEX, "must name files beside it", "../secret.safetensors")),
     "a linear of 64 bits": (of_dtype(torch.float64), ("down_proj", "F64")),
     "a linear of integers": (of_dtype(torch.int32), ("down_proj", "I32")),
-    "a linear too many": (with_an_eighth, ("extra_proj", "none of its seven linears")),
+    "a linear too many": (with_an_eighth, ("extra_proj", "none of its linears to quantize")),
 }
 
 

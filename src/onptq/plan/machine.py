@@ -24,21 +24,22 @@ class Gpu:
     bf16: float  # TFLOP/s
     int8: float  # TOP/s
     bandwidth: float  # GB/s
+    link: float  # GB/s that it receives from the other GPUs of its machine
     generation: str  # as the serving table names it
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40g", 39.4, 312, 624, 1555, AMPERE),
-        Gpu("a100-80g", 79.2, 312, 624, 2039, AMPERE),
-        Gpu("h100-80g", 79.1, 989, 1979, 3350, HOPPER),
-        Gpu("h200-141g", 139.8, 989, 1979, 4800, HOPPER),
-        Gpu("l40s-48g", 44.4, 362, 733, 864, ADA),
-        Gpu("l4-24g", 22.0, 121, 242, 300, ADA),
-        Gpu("rtx4090-24g", 23.5, 165, 661, 1008, ADA),
-        Gpu("rtx5090-32g", 31.4, 210, 838, 1792, BLACKWELL),
-        Gpu("b200-192g", 178.0, 2250, 4500, 8000, BLACKWELL),
+        Gpu("a100-40g", 39.4, 312, 624, 1555, 300, AMPERE),
+        Gpu("a100-80g", 79.2, 312, 624, 2039, 300, AMPERE),
+        Gpu("h100-80g", 79.1, 989, 1979, 3350, 450, HOPPER),
+        Gpu("h200-141g", 139.8, 989, 1979, 4800, 450, HOPPER),
+        Gpu("l40s-48g", 44.4, 362, 733, 864, 32, ADA),
+        Gpu("l4-24g", 22.0, 121, 242, 300, 32, ADA),
+        Gpu("rtx4090-24g", 23.5, 165, 661, 1008, 32, ADA),
+        Gpu("rtx5090-32g", 31.4, 210, 838, 1792, 64, BLACKWELL),
+        Gpu("b200-192g", 178.0, 2250, 4500, 8000, 900, BLACKWELL),
     )
 }
 
