@@ -24,7 +24,14 @@ from onptq.checkpoint.companions import check_room, companion_bytes, companions
 from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
-from onptq.checkpoint.write import check_apart, check_exportable, check_groups, output_bytes, write_checkpoint
+from onptq.checkpoint.write import (
+    check_apart,
+    check_cached,
+    check_exportable,
+    check_groups,
+    output_bytes,
+    write_checkpoint,
+)
 from onptq.cycle.calibrate import Holdout
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle, bank_figures
@@ -222,6 +229,7 @@ def check(
         source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
     )
     check_groups(checkpoint, decoder, scheme)
+    check_cached(checkpoint, scheme, source.family.other_models)
     if not (out / CONFIG).exists():
         check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
     seed = None if is_contract_1(out) else recipe.seed
@@ -533,7 +541,15 @@ def reload_and_check(
         return None
     inputs = [one.tensors for one in graph.tried]
     verification, checks = verify_export(
-        job.out, job.source, processor, inputs, graph.logits, graph.dense, dtype=policy.dtype, device=job.device
+        job.out,
+        job.source,
+        processor,
+        inputs,
+        graph.logits,
+        graph.dense,
+        scheme=job.scheme,
+        dtype=policy.dtype,
+        device=job.device,
     )
     for one in checks:
         if not one.passed:

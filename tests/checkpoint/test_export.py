@@ -29,14 +29,13 @@ from onptq.checkpoint import companions as output_folder
 from onptq.checkpoint.folder import open_source
 from onptq.checkpoint.load import load_model
 from onptq.checkpoint.names import LINEARS, find_decoder, matches
+from onptq.checkpoint.packing import compress_linear, storage_format
 from onptq.checkpoint.provenance import Provenance
 from onptq.checkpoint.source import open_checkpoint
 from onptq.checkpoint.write import (
     check_exportable,
-    compress_linear,
     output_bytes,
     quantization_config,
-    storage_format,
     write_checkpoint,
 )
 from onptq.errors import OnPTQError

@@ -31,7 +31,9 @@ def rows(scheme: str, hardware: str, switch: str | None = None) -> list[Served]:
     return [row for row in every if row.server == VLLM and row.hardware == hardware and row.switch == switch]
 
 
-@pytest.mark.parametrize("scheme", [*PAPER_SCHEMES, "W8A16", "W3A8", "W4A16-g128", "W4A16-g128-asym", "W16A8", *NAMED])
+@pytest.mark.parametrize(
+    "scheme", [*PAPER_SCHEMES, "W8A16", "W3A8", "W4A16-g128", "W4A16-g128-asym", "W16A8", "W4A8+kv8", *NAMED]
+)
 def test_transformers_simulates_every_scheme(scheme: str) -> None:
     first, *others = serving(Scheme.parse(scheme))
     assert (first.server, first.verdict, first.evidence) == (TRANSFORMERS, "simulates", "run")
@@ -39,7 +41,9 @@ def test_transformers_simulates_every_scheme(scheme: str) -> None:
     assert all(row.server == VLLM for row in others)
 
 
-@pytest.mark.parametrize("scheme", [*PAPER_SCHEMES, "W8A16", "W4A16-g32-asym", "W8A16-asym", "W2A16", "W16A8", *NAMED])
+@pytest.mark.parametrize(
+    "scheme", [*PAPER_SCHEMES, "W8A16", "W4A16-g32-asym", "W8A16-asym", "W2A16", "W16A8", "FP8+kv8", *NAMED]
+)
 def test_every_row_is_well_formed(scheme: str) -> None:
     for row in serving(Scheme.parse(scheme)):
         assert row.verdict in get_args(Verdict)
@@ -47,6 +51,19 @@ def test_every_row_is_well_formed(scheme: str) -> None:
         assert row.computes
         if row.verdict in ("differs", "doubtful", "refuses"):
             assert row.note, f"{row} says no reason"
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8", "NVFP4", "W4A8-g128", "W8A8"])
+def test_a_quantized_cache_changes_no_verdict_but_on_ampere_and_none_of_its_rows_was_run(scheme: str) -> None:
+    linears, cached = serving(Scheme.parse(scheme)), serving(Scheme.parse(f"{scheme}+kv8"))
+    for row, with_cache in zip(linears, cached, strict=True):
+        if row.server == VLLM and row.verdict != "refuses":
+            assert with_cache.evidence == "read"
+            assert with_cache.verdict == ("doubtful" if row.hardware == AMPERE else row.verdict)
+            assert "E4M3" in with_cache.note
+            assert ("queries" in with_cache.note) == (row.hardware in (HOPPER, BLACKWELL))
+        else:
+            assert with_cache == row
 
 
 @pytest.mark.parametrize("hardware", [AMPERE, "Ada sm89", HOPPER, BLACKWELL])

@@ -246,6 +246,12 @@ def test_a_processor_that_needs_torchvision_is_refused_before_any_weight_is_read
         ("qwen3_vl_moe", r"Qwen3VLMoeTextDecoderLayer\) lacks mlp\.gate_proj, mlp\.up_proj, mlp\.down_proj"),
         ("qwen3_5_moe", r"Qwen3_5MoeDecoderLayer\) lacks mlp\.gate_proj, mlp\.up_proj, mlp\.down_proj"),
         ("glm4v_moe", r"Glm4vMoeTextDecoderLayer\) lacks mlp\.gate_proj, mlp\.up_proj, mlp\.down_proj"),
+        (
+            "qwen3_omni_moe",
+            r"Qwen3OmniMoeForConditionalGeneration cannot be built from config\.json: AttributeError: .*; in its "
+            r"thinker_config, Qwen3OmniMoeThinkerForConditionalGeneration has 0 language models .* model\.language_model: "
+            r"layers\.0 \(Qwen3OmniMoeThinkerTextDecoderLayer\) lacks mlp\.gate_proj, mlp\.up_proj, mlp\.down_proj",
+        ),
         ("mamba", "mamba"),
         ("t5", "no class of model_type 't5' that writes text"),
     ],

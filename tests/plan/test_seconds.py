@@ -11,6 +11,7 @@ import pytest
 from conftest import Tiny
 from plan_models import BIG_GPU, machine, write_sparse
 
+from onptq.checkpoint.serving import AMPERE
 from onptq.checkpoint.source import find_source
 from onptq.engine.budget import Held
 from onptq.plan.machine import Gpu
@@ -57,7 +58,7 @@ def test_more_work_takes_longer_where_it_is_done(seven: Path, change: dict[str, 
 
 def test_a_data_sheet_gives_integers_their_own_rate_and_learning_three_gemms(seven: Path) -> None:
     shapes = find_parts(find_source(seven), Scheme.parse("W4A8")).shapes
-    gpu = Gpu("a GPU", 80, bf16=1000, int8=1600, bandwidth=2000, link=400)
+    gpu = Gpu("a GPU", 80, bf16=1000, int8=1600, bandwidth=2000, link=400, generation=AMPERE)
     shares: dict[Held, float] = {"integers": 0.625, "floats": 1.0, "codes": 1.0, "nothing": 1.0}
     for keep, share in shares.items():
         rates = datasheet_rates(gpu, shapes, keep)
@@ -70,7 +71,7 @@ def test_a_data_sheet_gives_integers_their_own_rate_and_learning_three_gemms(sev
 
 def test_blocks_that_are_split_are_gathered_once_in_a_forward_and_twice_in_an_update(seven: Path) -> None:
     shapes = find_parts(find_source(seven), Scheme.parse("W4A8")).shapes
-    gpu = Gpu("a GPU", 80, bf16=1000, int8=1600, bandwidth=2000, link=400)
+    gpu = Gpu("a GPU", 80, bf16=1000, int8=1600, bandwidth=2000, link=400, generation=AMPERE)
     whole, sharded, offloaded = (
         datasheet_rates(gpu, shapes, "nothing", layout, 4) for layout in ("whole", "sharded", "offloaded")
     )

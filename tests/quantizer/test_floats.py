@@ -20,7 +20,8 @@ from naive import extended, make_policy, random_theta
 from test_policy import inputs_of, speak
 from torch import Tensor
 
-from onptq.checkpoint.write import compress_linear, quantization_config, storage_format
+from onptq.checkpoint.packing import compress_linear, storage_format
+from onptq.checkpoint.write import quantization_config
 from onptq.cycle.calibrate import Progress
 from onptq.engine.prefixes import whole_prompts
 from onptq.methods.inputs import fitting_inputs

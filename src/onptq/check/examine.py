@@ -36,6 +36,7 @@ from onptq.checkpoint.source import Source, open_checkpoint
 from onptq.errors import OnPTQError
 from onptq.models.family import Family
 from onptq.models.processing import PromptProcessor
+from onptq.schemes import Scheme
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def verify_export(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    scheme: Scheme | None = None,
 ) -> tuple[Verification, list[Check]]:
     """The checks that a run ends with. Everything that is wrong with the checkpoint raises.
 
@@ -129,7 +131,7 @@ def verify_export(
         if not check.passed:
             raise OnPTQError(f"{folder}: {check.name}: {check.seen}")
     model = load_model(open_checkpoint(str(folder)), dtype, device)
-    check_modules(model, source.family.ignore, source.family.linears)
+    check_modules(model, source.family.ignore, source.family.linears, scheme)
     checks.append(check_schemes(model, source.family))
     verification = compare_with_graph(model, folder, inputs, expected, dtype=dtype)
     answers = ask(model, questions(processor), processor.tokenizer, source.eos())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from onptq.checkpoint.names import find_decoder
 from onptq.errors import OnPTQError
+from onptq.schemes import UNQUANTIZED, Scheme
 
 # Largest difference of a logit, relative to the largest logit, that rounding in the compute dtype explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -68,10 +69,15 @@ def place(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
     return {name: _place(value, weight.dtype, weight.device) for name, value in inputs.items()}
 
 
-def check_modules(model: nn.Module, ignore: Sequence[str], linears: tuple[str, ...] = ()) -> None:
-    """Raise unless all linears of every decoder layer carry a quantization scheme, and no other module does."""
+def check_modules(
+    model: nn.Module, ignore: Sequence[str], linears: tuple[str, ...] = (), scheme: Scheme | None = None
+) -> None:
+    """Raise unless all linears of every decoder layer carry a quantization scheme, and no other module does.
+
+    A mixed `scheme` leaves some of them dense."""
     decoder = find_decoder({name for name, _ in model.named_parameters()}, ignore, linears)
-    expected = {decoder.prefix + name for name in decoder.linears}
+    dense = {name for name in decoder.linears if scheme is not None and scheme.of(name) == UNQUANTIZED}
+    expected = {decoder.prefix + name for name in decoder.linears if name not in dense}
     quantized = quantized_modules(model)
     if quantized != expected:
         raise OnPTQError(
@@ -81,7 +87,11 @@ def check_modules(model: nn.Module, ignore: Sequence[str], linears: tuple[str, .
 
 
 def quantized_modules(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if getattr(module, "quantization_scheme", None) is not None}
+    """The linears that carry a scheme; an attention carries that of its KV cache."""
+    carry = (
+        (name, one) for name, one in model.named_modules() if getattr(one, "quantization_scheme", None) is not None
+    )
+    return {name for name, module in carry if not hasattr(module, "k_scale")}
 
 
 def _compare(got: Tensor, want: Tensor, relative: float, dtype: torch.dtype) -> tuple[float, int]:

@@ -22,7 +22,7 @@ from onptq.errors import OnPTQError
 from onptq.models import family_of
 from onptq.models.family import Family
 from onptq.plain_yaml import to_yaml
-from onptq.schemes import Floats, Grid, Scheme
+from onptq.schemes import UNQUANTIZED, Floats, Grid, Scheme
 from onptq.version import __version__
 
 PICTURE = "results.svg"  # beside the card
@@ -152,14 +152,22 @@ def _describe(base: BaseModel, scheme: Scheme) -> str:
         activations = (
             f"{_numbers(scheme.activation_grid)}, symmetric, one dynamic scale{SCALES[scheme.scales]} per {span}"
         )
+    cache = "The KV cache is not quantized."
+    if scheme.cache_floats is not None:
+        kept = _numbers(scheme.cache_floats)
+        cache = f"The KV cache: {kept}, symmetric, one static scale for a layer's keys and one for its values."
+    others = "".join(
+        f"- `{pattern}`: {'not quantized' if one == UNQUANTIZED else f'in {one}'} instead.\n"
+        for pattern, one in scheme.others
+    )
     named = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else escaped(base.name)
     if base.stated:
         named += f" (whose card names [{base.stated}](https://huggingface.co/{base.stated}) as its base model)"
     return (
         f"{named} with the linears of its language model quantized by OnPTQ, in the compressed-tensors format.\n\n"
-        f"- Weights: {weights}.\n- Activations: {activations}.\n"
+        f"- Weights: {weights}.\n- Activations: {activations}.\n{others}"
         "- The norms inside the decoder layers take up smoothing factors. They are stored in the dtype of the scales.\n"
-        "- Embeddings, lm_head and any vision or audio tower are copied from the source. The KV cache is not quantized."
+        f"- Embeddings, lm_head and any vision or audio tower are copied from the source. {cache}"
     )
 
 

@@ -166,7 +166,7 @@ def _unpack(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
     model.hf_quantizer.compressor.decompress_model(model=model)
     for module in model.modules():
-        if getattr(module, "quantization_scheme", None) is not None:
+        if getattr(module, "quantization_scheme", None) is not None and hasattr(module, "weight"):
             module.weight.data = module.weight.data.to(dtype)
     try:
         from compressed_tensors.offload import remove_dispatch
@@ -182,11 +182,11 @@ def _check_finite(source: Source, model: nn.Module) -> None:
 
 
 def _check_groups(policy: Policy) -> None:
-    size = policy.scheme.group_size
-    for block in policy.structure.blocks if size else ():
+    for block in policy.structure.blocks:
         for name in block.linears:
+            size = policy.scheme.of(block.path(name)).group_size
             columns = block.child(name).in_features
-            if columns % size:  # type: ignore[operator]
+            if size and columns % size:  # type: ignore[operator]
                 raise OnPTQError(
                     f"{block.path(name)} has {columns} input columns, which groups of {size} do not divide"
                 )

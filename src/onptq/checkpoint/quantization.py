@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onptq.checkpoint.folder import StoredTensor
 from onptq.errors import OnPTQError
-from onptq.schemes import NAMED, UNQUANTIZED_BITS, Floats, Grid, Scheme
+from onptq.schemes import E4M3, NAMED, UNQUANTIZED_BITS, Floats, Grid, Scheme
 
 COMPRESSED = "compressed-tensors"
 GROUPED = {"dtype": "group", "E4M3": "tensor_group", "E8M0": "group"}  # strategies of groups, by how scales are stored
@@ -57,6 +57,11 @@ def activation_numbers(scheme: Scheme) -> Numbers | None:
     return Numbers(bits, kind, strategy, scheme.activation_group, dynamic=True)
 
 
+def cache_numbers(scheme: Scheme) -> Numbers | None:
+    """The format of a scheme's KV cache; None where it is not quantized."""
+    return None if scheme.cache_floats is None else Numbers(*_type(scheme.cache_floats), "tensor")
+
+
 def _type(grid: Grid) -> tuple[int, str]:
     return (grid.bits, "float") if isinstance(grid, Floats) else (grid, "int")
 
@@ -92,6 +97,10 @@ class Quantization:
         """As OnPTQ would name it; None for several groups and for formats that OnPTQ does not write."""
         if len(self.groups) != 1 or (weights := self.groups[0].weights) is None:
             return None
+        if self.kv_cache is not None:
+            linears = replace(self, kv_cache=None).scheme
+            cached = None if linears is None else replace(linears, cache_floats=E4M3)
+            return cached if cached is not None and self.kv_cache == cache_numbers(cached) else None
         acts = self.groups[0].activations
         for named in NAMED.values():
             if (weights, acts) == (weight_numbers(named), activation_numbers(named)):

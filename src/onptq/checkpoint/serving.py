@@ -6,11 +6,11 @@ with int8 activations load everywhere and are multiplied with 16-bit activations
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from onptq.schemes import Scheme
+from onptq.schemes import UNQUANTIZED, Scheme
 
 VLLM, TRANSFORMERS = "vLLM 0.32", "transformers 5.22"
 
@@ -18,9 +18,17 @@ VLLM, TRANSFORMERS = "vLLM 0.32", "transformers 5.22"
 # another scheme. doubtful: nobody has seen it work. refuses: does not load or does not run.
 Verdict = Literal["serves", "simulates", "differs", "doubtful", "refuses"]
 
-# run: seen on such hardware. selected: the server's own choice of kernel for a 7B shape, which was not run. read: from the
-# kernel's list of types. documented: the server's documentation says so. untested: none of these.
 Evidence = Literal["run", "selected", "read", "documented", "untested"]
+EVIDENCE: Mapping[Evidence, str] = {
+    "run": "seen on such hardware",
+    "selected": "the server's choice of kernel, not run",
+    "read": "from the kernel's list of types, not run",
+    "documented": "the server's documentation says so",
+    "untested": "nobody has tried it",
+}
+
+
+WORST: tuple[Verdict, ...] = ("serves", "simulates", "differs", "doubtful", "refuses")
 
 
 @dataclass(frozen=True)
@@ -230,6 +238,19 @@ TABLE: Mapping[str, tuple[Served, ...]] = {
     "MXFP8": _MXFP8,
 }
 
+# A KV cache in E4M3, read from what vLLM's attentions take: FlashAttention from Hopper on, Triton from Ada on.
+_TAKEN = "KV cache in E4M3 with the checkpoint's scales"
+_QUERIES = f"{_TAKEN}; FlashAttention rounds queries to it, too, with a scale of 1, which the simulation does not"
+CACHES: Mapping[str, str | None] = {  # None: nothing there is known to take it
+    AMPERE: None,
+    ADA: _TAKEN,
+    HOPPER: _QUERIES,
+    BLACKWELL: _QUERIES,
+    CPU: _TAKEN,
+    CPU_AMX: _TAKEN,
+}
+NO_CACHE = "FlashAttention and Triton take no KV cache in E4M3 there; FlashInfer was not read"
+
 # Group sizes each kernel lists, beside one scale per row. The CPU's kernel takes any even size.
 GROUPS = {"Marlin": (32, 64, 128), "Machete": (64, 128)}
 ZERO_POINT_BITS = {"Marlin": (4,), "Machete": (4, 8), "CPUWNA16": (4,)}
@@ -237,10 +258,15 @@ ZERO_POINT_BITS = {"Marlin": (4,), "Machete": (4, 8), "CPUWNA16": (4,)}
 
 def serving(scheme: Scheme) -> list[Served]:
     """Every way that is known to load a checkpoint of the scheme as OnPTQ writes it, transformers first."""
-    if scheme.simulated:
+    parts = [one for one in scheme.parts if one != UNQUANTIZED]
+    if any(one.simulated for one in parts):
         return [_simulation(), _unserved(scheme)]
+    if len(parts) > 1:
+        rows = tuple(_together([serving(one)[1:] for one in parts]))
+        return [_simulation(), *(map(_cached, rows) if scheme.quantizes_cache else rows)]
     rows = TABLE[scheme.kind]
-    return [_simulation(), *(_fitted(row, scheme) for row in rows)]
+    rows = tuple(_fitted(row, scheme.of_linears) for row in rows)
+    return [_simulation(), *(map(_cached, rows) if scheme.quantizes_cache else rows)]
 
 
 def recommended(scheme: Scheme) -> Served | None:
@@ -261,11 +287,51 @@ def _simulation() -> Served:
 
 
 def _unserved(scheme: Scheme) -> Served:
-    if scheme.kind == "W4A6":
+    if not scheme.others and scheme.kind == "W4A6":
         return _vllm(
             "any", "refuses", None, "nothing", "run", note="no compressed-tensors scheme matches: simulation only"
         )
     return _vllm("any", "doubtful", None, "unknown", "untested", note="no kernel is known to run it: simulation only")
+
+
+def _together(parts: Sequence[Sequence[Served]]) -> Iterator[Served]:
+    """Rows of a mixed scheme, by what servers do with each of its parts alone."""
+    switches = dict.fromkeys((row.hardware, row.switch) for rows in parts for row in rows)
+    for hardware, switch in sorted(switches, key=lambda one: (list(CACHES).index(one[0]), one[1] or "")):
+        rows = [
+            next((row for row in part if (row.hardware, row.switch) == (hardware, wanted)), None)
+            for part in parts
+            for wanted in ((switch,) if any((r.hardware, r.switch) == (hardware, switch) for r in part) else (None,))
+        ]
+        known = [row for row in rows if row is not None]
+        verdict = max((row.verdict for row in known), key=WORST.index)
+        notes = [row.note for row in known if row.note]
+        if switch is not None and any(row.switch != switch for row in known):
+            verdict = max(verdict, "doubtful", key=WORST.index)
+            notes.append("whether all parts of the mix take that switch was not read")
+        yield Served(
+            VLLM,
+            hardware,
+            verdict,
+            " and ".join(dict.fromkeys(row.kernel for row in known if row.kernel)) or None,
+            " and ".join(dict.fromkeys(row.computes for row in known)),
+            max((row.evidence for row in known), key=tuple(EVIDENCE).index)
+            if any(row.evidence != "run" for row in known)
+            else "read",
+            switch,
+            "; ".join(dict.fromkeys((*notes, "parts as each alone: the mix was not run"))),
+        )
+
+
+def _cached(row: Served) -> Served:
+    """A row of a scheme's linears with a quantized KV cache beside them."""
+    if row.verdict == "refuses":
+        return row
+    taken = CACHES[row.hardware]
+    note = "; ".join(filter(None, (row.note, taken or NO_CACHE)))
+    if taken is None:
+        return replace(row, verdict="doubtful", computes="unknown", evidence="read", note=note)
+    return replace(row, evidence="read", note=note)
 
 
 def _fitted(row: Served, scheme: Scheme) -> Served:

@@ -21,27 +21,19 @@ from onptq.checkpoint.card import PICTURE, write_card
 from onptq.checkpoint.companions import STAGED_CONFIG, companion_bytes, copy_companions, reported, staged, write_text
 from onptq.checkpoint.folder import BITS, DTYPES, Checkpoint, StoredTensor, open_source
 from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches, storage_dtype
+from onptq.checkpoint.packing import compress_linear, storage_format
 from onptq.checkpoint.provenance import Provenance, Results
-from onptq.checkpoint.quantization import Numbers, activation_numbers, weight_numbers
+from onptq.checkpoint.quantization import Numbers, activation_numbers, cache_numbers, weight_numbers
 from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
 from onptq.errors import OnPTQError
-from onptq.quantizer.folded import Folded, FoldedFollower, FoldedLinear, FoldedNorm
+from onptq.quantizer.folded import Folded, FoldedCache, FoldedFollower, FoldedLinear, FoldedNorm
+from onptq.quantizer.mix import check_mix
 from onptq.quantizer.numerics import product_dtype
-from onptq.schemes import Scheme
+from onptq.schemes import UNQUANTIZED, Scheme
 
 HEAD = "re:.*lm_head"
-# compressed-tensors 0.17 (vLLM's) fills each int32 with whole codes and pads it; 0.20 lets codes straddle two words.
-# They agree only on widths that divide 32; every other width is stored one code a byte, which all versions read alike.
-PACKABLE_BITS = (2, 4, 8)
-FLOAT_FORMATS = {
-    (8, "dtype"): "float-quantized",
-    (4, "E4M3"): "nvfp4-pack-quantized",
-    (4, "E8M0"): "mxfp4-pack-quantized",
-    (8, "E8M0"): "mxfp8-quantized",
-}
-E8M0_BIAS = 126  # of the exponent that frexp gives: one more than that of a power of two
+MIXED = "mixed-precision"  # the format of several
 SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": torch.uint8}
-PACKED_ROWS = 128
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +62,17 @@ def write_checkpoint(
     """
     check_apart(source, out)
     checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
+    check_mix(scheme, decoder.linears)
     patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
-    config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns))
+    config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns, decoder.linears))
     card = write_card(source, checkpoint.config, scheme, provenance, results, name, pictured=picture is not None)
     room = header_room(_output_names(checkpoint, decoder))
     needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
     with staged(out, needed) as stage, ShardWriter(stage, room, max_shard_bytes) as shards:
-        replaced: set[str] = set()
+        replaced, cached = set[str](), set[str]()
         for name, part in folded:
+            if isinstance(part, FoldedCache):
+                cached.add(name)
             tensors, taken = _replacement(checkpoint, decoder, name, part, scheme)
             if taken & replaced:
                 raise OnPTQError(f"{name} was folded twice; expected every linear and norm at most once")
@@ -87,6 +82,10 @@ def write_checkpoint(
                     shards.add(key, tensor)
             del part, tensors, tensor
         _check_complete(decoder, replaced)
+        if scheme.quantizes_cache and cached != (layers := cached_layers(decoder)):
+            raise OnPTQError(
+                f"{len(cached)} of {len(layers)} layers have scales of their KV cache: {sorted(layers - cached)}"
+            )
         for key, tensor in checkpoint.read(key for key in checkpoint.tensors if key not in replaced):
             with reported(out, needed):
                 shards.add(key, tensor)
@@ -99,36 +98,26 @@ def write_checkpoint(
             write_text(stage / STAGED_CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def storage_format(scheme: Scheme) -> str:
-    """How compressed-tensors stores a scheme: W8A8 as int8, which int8 kernels read; narrower weights packed, where
-    packing means the same to every reader."""
-    if not scheme.quantizes_weights:
-        return "dense"
-    if scheme.weight_floats is not None:
-        return FLOAT_FORMATS[scheme.weight_bits, scheme.scales]
-    int8_kernel = scheme.weight_bits == 8 and scheme.quantizes_activations
-    return "int-quantized" if int8_kernel or scheme.weight_bits not in PACKABLE_BITS else "pack-quantized"
+def quantization_config(scheme: Scheme, ignore: Sequence[str], linears: Sequence[str] = ()) -> dict[str, Any] | None:
+    """The `quantization_config` of config.json; None when the scheme quantizes nothing.
 
-
-def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any] | None:
-    """The `quantization_config` of config.json; None when the scheme quantizes nothing."""
+    `linears` are those of the decoder, of which a mixed scheme names every one."""
     import compressed_tensors
     from compressed_tensors.quantization import QuantizationConfig
 
     if not (scheme.quantizes_weights or scheme.quantizes_activations):
         return None
-    group: dict[str, Any] = {"targets": ["Linear"], "weights": None, "input_activations": None}
-    for side, numbers in (("weights", weight_numbers(scheme)), ("input_activations", activation_numbers(scheme))):
-        if numbers is not None:
-            group[side] = _args(numbers, scheme.scales, static=side == "input_activations" and scheme.scales_inputs)
-    group["format"] = storage_format(scheme)
+    cache, by_scheme = cache_numbers(scheme), linears_by_scheme(scheme, linears)
+    dense = by_scheme.pop(UNQUANTIZED, ())
+    groups = [_group(one, targets) for one, targets in by_scheme.items()]
+    formats = {group["format"] for group in groups}
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
-        "format": storage_format(scheme),
-        "config_groups": {"group_0": group},
-        "ignore": list(ignore),
+        "format": formats.pop() if len(formats) == 1 else MIXED,
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": [*ignore, *dense],
         "quantization_status": "compressed",
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": None if cache is None else _args(cache, "dtype", static=False),
         "global_compression_ratio": None,
     }
     # Written as it stands rather than dumped from the model: each version dumps fields that others refuse to read.
@@ -136,57 +125,31 @@ def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]
     return config | {"version": compressed_tensors.__version__}
 
 
-def compress_linear(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors that stand for one linear's weight, by their names below the module."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    if not scheme.quantizes_weights:
-        return {"weight": linear.codes * linear.scale.to(linear.codes.dtype)}
-    bits = scheme.weight_bits
-    if scheme.scales != "dtype":
-        return _compress_floats(linear, scheme)
-    if storage_format(scheme) in ("int-quantized", "float-quantized"):
-        tensors = {"weight": linear.codes, "weight_scale": linear.scale}
-        return tensors if linear.zero is None else tensors | {"weight_zero_point": linear.zero}
-    tensors = {
-        "weight_packed": _pack_rows(linear.codes, bits),
-        "weight_scale": linear.scale,
-        "weight_shape": torch.tensor(linear.codes.shape, dtype=torch.int64),
-    }
-    if linear.zero is not None:
-        tensors["weight_zero_point"] = pack_to_int32(linear.zero, bits, packed_dim=0)
-    return tensors
+def linears_by_scheme(scheme: Scheme, linears: Sequence[str]) -> dict[Scheme, tuple[str, ...]]:
+    """The targets of every scheme: all linears, or those of a mixed one by patterns that match them on disk and at run
+    time, in a server's fused modules as well."""
+    if not scheme.others:
+        return {scheme.base: ("Linear",)}
+    layers: dict[tuple[Scheme, str], list[str]] = {}
+    for path in linears:
+        _, layer, name = path.split(".", 2)
+        layers.setdefault((scheme.of(path), name), []).append(layer)
+    alike: dict[tuple[Scheme, tuple[str, ...]], list[str]] = {}
+    for (one, name), its in layers.items():
+        alike.setdefault((one, tuple(its)), []).append(name)
+    found: dict[Scheme, tuple[str, ...]] = {}
+    for (one, numbers), names in alike.items():
+        ending = "|".join(map(re.escape, names))
+        found[one] = (*found.get(one, ()), rf"re:(?:.*\.)?layers\.(?:{'|'.join(numbers)})\.(?:{ending})$")
+    return found
 
 
-def _compress_floats(linear: FoldedLinear, scheme: Scheme) -> dict[str, Tensor]:
-    """Codes of floats whose scales have few bits themselves."""
-    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
-
-    codes = (
-        {"weight_packed": pack_fp4_to_uint8(linear.codes.float())}
-        if scheme.weight_bits == 4
-        else {"weight": linear.codes}
-    )
-    if scheme.scales == "E8M0":
-        return codes | {"weight_scale": (torch.frexp(linear.scale).exponent + E8M0_BIAS).to(torch.uint8)}
-    assert linear.tensor_scale is not None
-    common = linear.tensor_scale.reshape(1)
-    tensors = codes | {
-        "weight_scale": (linear.scale * common).to(torch.float8_e4m3fn),
-        "weight_global_scale": common,
-    }
-    return tensors | ({} if linear.input_scale is None else {"input_global_scale": linear.input_scale.reshape(1)})
-
-
-def _pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """[O, I] int8 -> [O, ceil(I * bits / 32)] int32, some rows at a time: packing wants 16 bytes of scratch per code."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    outputs, inputs = codes.shape
-    packed = torch.empty(outputs, math.ceil(inputs * bits / 32), dtype=torch.int32)
-    for start in range(0, outputs, PACKED_ROWS):
-        packed[start : start + PACKED_ROWS] = pack_to_int32(codes[start : start + PACKED_ROWS], bits)
-    return packed
+def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
+    group: dict[str, Any] = {"targets": list(targets), "weights": None, "input_activations": None}
+    for side, numbers in (("weights", weight_numbers(scheme)), ("input_activations", activation_numbers(scheme))):
+        if numbers is not None:
+            group[side] = _args(numbers, scheme.scales, static=side == "input_activations" and scheme.scales_inputs)
+    return group | {"format": storage_format(scheme)}
 
 
 def _args(numbers: Numbers, scales: str, *, static: bool) -> dict[str, Any]:
@@ -211,6 +174,8 @@ def _replacement(
 ) -> tuple[dict[str, Tensor], set[str]]:
     """The new tensors under their names on disk, and the names of the source's tensors that they stand for."""
     key = decoder.prefix + name
+    if isinstance(part, FoldedCache):
+        return dict(zip(_cache_names(key), (part.key, part.value), strict=True)), set()
     weight = checkpoint.tensors.get(f"{key}.weight")
     if weight is None:
         raise OnPTQError(f"{name} was folded, but {checkpoint.folder} has no tensor {key}.weight")
@@ -221,8 +186,8 @@ def _replacement(
         raise OnPTQError(
             f"{name} is not a linear of the decoder; expected one of {', '.join(decoder.linears[:7])}, ..."
         )
-    _check_linear(key, part, weight, scheme)
-    tensors = {f"{key}.{suffix}": tensor for suffix, tensor in compress_linear(part, scheme).items()}
+    _check_linear(key, part, weight, scheme.of(name))
+    tensors = {f"{key}.{suffix}": tensor for suffix, tensor in compress_linear(part, scheme.of(name)).items()}
     taken = {f"{key}.weight"}
     bias = checkpoint.tensors.get(f"{key}.bias")
     if (bias is None) != (part.bias is None):
@@ -238,6 +203,9 @@ def _check_linear(key: str, linear: FoldedLinear, weight: StoredTensor, scheme: 
     outputs, inputs = weight.shape
     _check(tuple(linear.codes.shape) == weight.shape, f"{key}.weight", weight.shape, linear.codes)
     dtype = DTYPES[weight.dtype]
+    if not scheme.quantizes_weights:
+        _check(linear.codes.dtype == dtype, f"dense weight of {key} ({dtype})", weight.shape, linear.codes)
+        return
     columns = scheme.group_size or inputs
     if inputs % columns:
         raise OnPTQError(
@@ -256,9 +224,6 @@ def _check_linear(key: str, linear: FoldedLinear, weight: StoredTensor, scheme: 
         raise OnPTQError(
             f"{key}: {scheme} has {'no' if scheme.symmetric else 'a'} zero point, the folded linear the opposite"
         )
-    if not scheme.quantizes_weights:
-        _check(linear.codes.dtype == dtype, f"dense weight of {key} ({dtype})", weight.shape, linear.codes)
-        return
     if scheme.weight_floats is not None:
         _check(linear.codes.dtype == torch.float8_e4m3fn, f"codes of {key} (E4M3)", weight.shape, linear.codes.float())
         if scheme.scales_inputs and linear.input_scale is None:
@@ -295,13 +260,22 @@ def check_exportable(
 
 
 def check_groups(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> None:
-    """Refuse groups that do not divide the input columns of every linear."""
-    for name in decoder.linears if scheme.group_size else ():
-        columns = checkpoint.tensors[f"{decoder.prefix}{name}.weight"].shape[1]
-        if columns % (scheme.group_size or columns):
-            raise OnPTQError(
-                f"{scheme}: {name} has {columns} input columns, which groups of {scheme.group_size} do not divide"
-            )
+    """Refuse groups that do not divide the input columns of every linear, and mixed schemes that do not fit the model."""
+    check_mix(scheme, decoder.linears)
+    for name in decoder.linears:
+        size, columns = scheme.of(name).group_size, checkpoint.tensors[f"{decoder.prefix}{name}.weight"].shape[1]
+        if columns % (size or columns):
+            raise OnPTQError(f"{scheme}: {name} has {columns} input columns, which groups of {size} do not divide")
+
+
+def check_cached(checkpoint: Checkpoint, scheme: Scheme, other_models: Sequence[str]) -> None:
+    """Refuse a quantized KV cache beside other models: readers of the whole would quantize their caches, too."""
+    others = [name for name in other_models if any(key.startswith(name) for key in checkpoint.tensors)]
+    if scheme.quantizes_cache and others:
+        raise OnPTQError(
+            f"{scheme}: {checkpoint.folder} holds other models ({', '.join(others)}), for whose KV caches readers would miss "
+            "scales; expected a checkpoint of the language model and its towers alone"
+        )
 
 
 def _check_matrices(checkpoint: Checkpoint, decoder: Decoder, excluded: Sequence[str]) -> None:
@@ -366,26 +340,40 @@ def _with_quantization(config: dict[str, Any], quantization: dict[str, Any] | No
 
 
 def _output_names(checkpoint: Checkpoint, decoder: Decoder) -> list[str]:
-    """Every name that may be written; a linear has some of its parts only."""
+    """Every name that may be written; a linear has some of its parts only, a cache its scales or none."""
     parts = (
         *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
         *("weight_global_scale", "input_global_scale"),
     )
-    return [*checkpoint.tensors, *(f"{decoder.prefix}{name}.{part}" for name in decoder.linears for part in parts)]
+    linears = (f"{decoder.prefix}{name}.{part}" for name in decoder.linears for part in parts)
+    caches = (name for layer in cached_layers(decoder) for name in _cache_names(decoder.prefix + layer))
+    return [*checkpoint.tensors, *linears, *caches]
+
+
+def cached_layers(decoder: Decoder) -> set[str]:
+    """The attentions that have a KV cache, by name relative to the decoder."""
+    return {name.rpartition(".")[0] for name in decoder.linears if name.endswith(".o_proj")}
+
+
+def _cache_names(attention: str) -> tuple[str, str]:
+    return f"{attention}.k_scale", f"{attention}.v_scale"
 
 
 def output_bytes(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> int:
     total = checkpoint.weight_bytes
-    if not scheme.quantizes_weights:
-        return total
-    bits = scheme.weight_bits if "pack-quantized" in storage_format(scheme) else 8
-    scale_bytes = None if scheme.scales == "dtype" else 1
-    tensor_scales = 4 * ((scheme.scales == "E4M3") + scheme.scales_inputs)
+    if scheme.quantizes_cache:
+        total += 2 * len(cached_layers(decoder)) * DTYPES[storage_dtype(checkpoint, decoder)].itemsize
     for name in decoder.linears:
+        one = scheme.of(name)
+        if not one.quantizes_weights:
+            continue
+        bits = one.weight_bits if "pack-quantized" in storage_format(one) else 8
+        scale_bytes = None if one.scales == "dtype" else 1
+        tensor_scales = 4 * ((one.scales == "E4M3") + one.scales_inputs)
         weight = checkpoint.tensors[f"{decoder.prefix}{name}.weight"]
         outputs, inputs = weight.shape
         itemsize = BITS[weight.dtype] // 8
-        groups = math.prod(scheme.scale_shape(outputs, inputs))
+        groups = math.prod(one.scale_shape(outputs, inputs))
         total += math.ceil(weight.numel * bits / 8) - weight.numel * itemsize + tensor_scales
-        total += groups * ((scale_bytes or itemsize) + (not scheme.symmetric))
+        total += groups * ((scale_bytes or itemsize) + (not one.symmetric))
     return total

@@ -12,12 +12,14 @@ import typer
 from typer.core import TyperGroup
 
 from onptq.cli import (
+    advise,
     compare,
     data,
     diff,
     evaluate,
     inspect,
     list,
+    mix,
     plan,
     quantize,
     recipe,
@@ -137,6 +139,8 @@ def _options(
 
 app.command("quantize")(quantize.quantize)
 app.command("plan")(plan.plan)
+app.command("advise")(advise.advise)
+app.command("mix")(mix.mix)
 app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("compare")(compare.compare)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from onptq.checkpoint.serving import EVIDENCE
 from onptq.cli.settings import (
     DEVICE_HELP,
     ENDPOINT_HELP,
     INIT_HELP,
     METHOD_HELP,
+    MIX_HELP,
     ON_BAD_PROMPT_HELP,
     PRESET_DEFAULT,
     PRESET_HELP,
@@ -23,6 +25,7 @@ from onptq.cli.settings import (
     resolve_recipe,
     resolve_vllm,
     use_one_thread,
+    with_mix,
 )
 from onptq.errors import OnPTQError, printable
 
@@ -44,13 +47,6 @@ VERDICTS = {
     "doubtful": "may not serve it",
     "refuses": "refuses it",
 }
-EVIDENCE = {
-    "run": "seen on such hardware",
-    "selected": "the server's choice of kernel, not run",
-    "read": "from the kernel's list of types, not run",
-    "documented": "the server's documentation says so",
-    "untested": "nobody has tried it",
-}
 
 
 def plan(
@@ -58,6 +54,7 @@ def plan(
         str, typer.Argument(help="Model to quantize: a folder, a downloaded hub id, or a name of `onptq zoo list`.")
     ],
     scheme: Annotated[str | None, typer.Option(help=SCHEME_HELP, show_default="W4A8")] = None,
+    mix: Annotated[str | None, typer.Option(help=MIX_HELP, show_default="one scheme")] = None,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP, show_default="onptq")] = None,
     calibration: Annotated[
         Path | None,
@@ -116,7 +113,7 @@ def plan(
         use_one_thread()
         preset = "zoo" if preset is None and recipe is None else preset
     options = {"scheme": scheme, "method": method, "init": init, "compute.device": device}
-    resolved = resolve_recipe(preset, recipe, options, changes or [])
+    resolved = with_mix(resolve_recipe(preset, recipe, options, changes or []), mix)
     server = resolve_vllm(resolved, policy_endpoint, vllm_python)
     from rich.console import Console
 

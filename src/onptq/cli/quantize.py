@@ -17,6 +17,7 @@ from onptq.cli.settings import (
     ENDPOINT_HELP,
     INIT_HELP,
     METHOD_HELP,
+    MIX_HELP,
     ON_BAD_PROMPT_HELP,
     PRESET_DEFAULT,
     PRESET_HELP,
@@ -30,9 +31,11 @@ from onptq.cli.settings import (
     resolve_vllm,
     short_name,
     use_one_thread,
+    with_mix,
 )
 from onptq.errors import OnPTQError
 from onptq.ranks import is_first
+from onptq.schemes import Scheme
 
 if TYPE_CHECKING:
     from onptq.checkpoint.source import Source
@@ -60,6 +63,7 @@ def quantize(
         ),
     ] = None,
     scheme: Annotated[str | None, typer.Option(help=SCHEME_HELP, show_default="W4A8")] = None,
+    mix: Annotated[str | None, typer.Option(help=MIX_HELP, show_default="one scheme")] = None,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP, show_default="onptq")] = None,
     calibration: Annotated[
         Path | None,
@@ -112,7 +116,7 @@ def quantize(
     if of_the_zoo and recipe is None and preset is None:
         preset = "zoo"
     options = {"scheme": scheme, "method": method, "init": init, "seed": seed, "compute.device": device}
-    resolved = resolve_recipe(preset, recipe, options, changes or [])
+    resolved = with_mix(resolve_recipe(preset, recipe, options, changes or []), mix)
     server = resolve_vllm(resolved, policy_endpoint, vllm_python, vllm_args)
     reporter = make_reporter(quiet, json)
     if of_the_zoo:
@@ -172,7 +176,9 @@ def quantize(
 
 def default_out(model: str, recipe: Recipe) -> Path:
     """A folder named after the last part of the model's name, the scheme, and the method where it is not onptq."""
-    return Path("-".join((short_name(model), recipe.scheme, *(() if recipe.method == "onptq" else (recipe.method,)))))
+    scheme = Scheme.parse(recipe.scheme)
+    named = f"{scheme.unmixed}{'-mixed' if scheme.others else ''}"
+    return Path("-".join((short_name(model), named, *(() if recipe.method == "onptq" else (recipe.method,)))))
 
 
 def _evaluate(

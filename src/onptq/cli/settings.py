@@ -18,10 +18,16 @@ if TYPE_CHECKING:
     from onptq.recipe import Recipe
 
 ZOO = "zoo:"
-SCHEME_HELP = f"W4A16, W8A8, W4A8, W4A6, any WbAb; -gN, and -asym with A16; {', '.join(NAMED)}."
+SCHEME_HELP = (
+    f"W4A16, W8A8, W4A8, W4A6, any WbAb; -gN, and -asym with A16; {', '.join(NAMED)}; +kv8 for a KV cache of 8 bits."
+)
 METHOD_HELP = (
     "onptq; its controls static (gamma 0), uniform (no risk) and offpolicy (the dense model's rollouts); or a base method: "
     "`onptq list methods`."
+)
+MIX_HELP = (
+    "Other schemes for some linears: PATTERN=SCHEME, or =dense, with commas between them; the last match counts. Or the "
+    "mix.json of `onptq mix`."
 )
 PRESET_HELP = "light, default, best, risk, paper or zoo (few prompts and one round: two minutes on two cores)."
 PRESET_DEFAULT = "zoo for models of the zoo, else default"
@@ -47,6 +53,26 @@ def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, 
     if preset is not None:
         raise OnPTQError("expected one of --preset and --recipe, got both")
     return Recipe.from_yaml(file, overrides)
+
+
+def with_mix(resolved: Recipe, mix: str | None) -> Recipe:
+    """The recipe with other schemes for the linears that `mix` names, or with those of a `mix.json`."""
+    if mix is None:
+        return resolved
+    from onptq.schemes import Scheme
+
+    scheme = Scheme.parse(resolved.scheme)
+    if not mix.endswith(".json"):
+        return resolved.with_overrides({"scheme": str(scheme.mixed(mix))})
+    from onptq.files import read_json
+
+    found = read_json(Path(mix))
+    if not isinstance(found, dict) or not isinstance(found.get("scheme"), str):
+        raise OnPTQError(f"--mix {mix}: expected the mix.json of `onptq mix`, with a scheme in it")
+    mixed = Scheme.parse(found["scheme"])
+    if mixed.unmixed != scheme.unmixed:
+        raise OnPTQError(f"--mix {mix} was made for {mixed.unmixed}, and the scheme is {scheme.unmixed}")
+    return resolved.with_overrides({"scheme": str(mixed)})
 
 
 def resolve_vllm(

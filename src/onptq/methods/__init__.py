@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onptq.engine.prompts import EncodedPrompts
-from onptq.methods.inputs import fitting_inputs
+from onptq.methods.inputs import fit_scales
 from onptq.models.encoding import EncodedPrompt
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
@@ -34,8 +34,7 @@ def initialize(
     given = {name: value for name, value in options.items() if value is not None and accepts(recipe.init, name)}
     used = EncodedPrompts.of(prompts).spread(recipe.data.init_prompts)
     theta = run(recipe.init, policy, used, advance, **given)
-    if policy.scheme.scales_inputs and not theta.inputs:
-        theta.inputs = fitting_inputs(policy, theta, used)
+    fit_scales(policy, theta, used)
     return theta
 
 

@@ -30,6 +30,7 @@ from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Free, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import fake_quantize_weight, smoothed, to_groups
+from onptq.schemes import Scheme
 
 EXPONENTS = tuple(n / 20 for n in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
 CLIPS = tuple(1 - n / 20 for n in range(10))  # 1 down to 0.55 of the range
@@ -69,7 +70,9 @@ def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream]) 
         xs = [x[pair] for x in inputs]
         theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, streams, xs)
     clipped = [name for name in block.linears if name.rpartition(".")[2] in CLIPPED]
-    for name in clipped if policy.scheme.quantizes_weights else ():
+    for name in clipped:
+        if not policy.scheme.of(block.path(name)).quantizes_weights:
+            continue
         tokens = torch.cat([x[block.pair_into(name)][stream.real] for x, stream in zip(inputs, streams, strict=True)])
         theta.linears[block.path(name)] = Free(_best_clips(policy, theta, block, name, tokens))
 
@@ -104,15 +107,16 @@ def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor
     x = x[:: max(1, len(x) // CLIP_TOKENS)]  # [tokens, I]
     log_in = log_scales_in(theta, block, name)
     weight = smoothed(dense_weight(block, name), log_in, log_scales_out(theta, block, name))
-    rounded, dense = quantized_input(policy.scheme, log_in, x), divided(x.float(), log_in)
-    ratios = theta.linears[block.path(name)].ratio.split(ROWS // policy.scheme.block_rows)
+    scheme = policy.scheme.of(block.path(name))
+    rounded, dense = quantized_input(scheme, log_in, x), divided(x.float(), log_in)
+    ratios = theta.linears[block.path(name)].ratio.split(ROWS // scheme.block_rows)
     rows = zip(weight.split(ROWS), ratios, strict=True)
     common = tensor_scale(block, name)
-    return torch.cat([_clip_rows(policy, part, full, rounded, dense, common) for part, full in rows])
+    return torch.cat([_clip_rows(policy, scheme, part, full, rounded, dense, common) for part, full in rows])
 
 
 def _clip_rows(
-    policy: Policy, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor, common: Tensor | None
+    policy: Policy, scheme: Scheme, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor, common: Tensor | None
 ) -> Tensor:
     """The best log clip of each row and group, on dense and on rounded inputs [tokens, I]; `full` is the one of no clip."""
 
@@ -126,10 +130,10 @@ def _clip_rows(
     best, least = full, torch.full_like(full, torch.inf)
     for clip in CLIPS:
         ratio = torch.full_like(full, clip).log()
-        grid = policy.scheme, policy.storage, policy.dtype, common
+        grid = scheme, policy.storage, policy.dtype, common
         clipped = fake_quantize_weight(weight, None, None, ratio, None, *grid)
         error = (partial(rounded, clipped) - target).square().sum(-1)
-        error = to_groups(error, full, policy.scheme.block_rows).sum(-1)
+        error = to_groups(error, full, scheme.block_rows).sum(-1)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
     return best

@@ -23,7 +23,7 @@ from onptq.quantizer.numerics import in_offsets, quantize_inputs, round_to_codes
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Learned, Theta, log_scales_in, log_scales_out
 from onptq.quantizer.weights import per_weight, smoothed, to_groups, weight_grid
-from onptq.schemes import Grid
+from onptq.schemes import Grid, Scheme
 
 DAMPING = 0.01  # of the Hessian's mean diagonal
 COLUMNS = 128
@@ -82,17 +82,20 @@ def gptq_on(
 def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream], act_order: bool) -> None:
     """Choose the codes of one block's linears, in place, each behind its quantized predecessors."""
     for pair in block.pairs:
-        hessian = _hessian(policy, streams, block, pair)
+        scheme = policy.scheme_of(block, pair)
+        if not scheme.quantizes_weights:
+            continue
+        hessian = _hessian(scheme, streams, block, pair)
         for name in block.consumers(pair):
             offset = _offsets(policy, theta, block, name, hessian, act_order)
             theta.linears[block.path(name)] = Learned(theta.linears[block.path(name)].ratio, offset)
 
 
-def _hessian(policy: Policy, streams: Sequence[Stream], block: Block, pair: str) -> Tensor:
+def _hessian(scheme: Scheme, streams: Sequence[Stream], block: Block, pair: str) -> Tensor:
     """X^T X of the pair's inputs, rounded as the consumers multiply them, [I, I]."""
     total: Tensor | None = None
     for stream in streams:
-        x = quantize_inputs(stream.inputs(block)[pair][stream.real], policy.scheme)
+        x = quantize_inputs(stream.inputs(block)[pair][stream.real], scheme)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         total = x.T @ x if total is None else total.addmm_(x.T, x)
     assert total is not None
@@ -103,10 +106,9 @@ def _offsets(policy: Policy, theta: Theta, block: Block, name: str, hessian: Ten
     """Rounding offsets of a linear [O, I]. Rows with a smaller error under plain rounding are rounded plainly."""
     weight = smoothed(dense_weight(block, name), log_scales_in(theta, block, name), log_scales_out(theta, block, name))
     ratio = theta.linears[block.path(name)].ratio
-    rows, grid = policy.scheme.block_rows, policy.scheme.weight_grid
-    scale, zero = weight_grid(
-        to_groups(weight, ratio, rows), ratio, policy.scheme, policy.storage, tensor_scale(block, name)
-    )
+    scheme = policy.scheme.of(block.path(name))
+    rows, grid = scheme.block_rows, scheme.weight_grid
+    scale, zero = weight_grid(to_groups(weight, ratio, rows), ratio, scheme, policy.storage, tensor_scale(block, name))
     zero = torch.zeros_like(scale) if zero is None else zero
     scale, zero = (per_weight(part[..., 0], weight.shape, rows) for part in (scale, zero))
     plain = round_to_codes(weight, scale, grid, zero)

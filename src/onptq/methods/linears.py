@@ -38,7 +38,7 @@ def rounded_weight(
 ) -> Tensor:
     """The linear's weight [O, I], smoothed by these scales, on the grid of its ratios."""
     weight, ratio = dense_weight(block, name), theta.linears[block.path(name)].ratio
-    grid = policy.scheme, policy.storage, policy.dtype, tensor_scale(block, name)
+    grid = policy.scheme.of(block.path(name)), policy.storage, policy.dtype, tensor_scale(block, name)
     return fake_quantize_weight(weight, log_in, log_out, ratio, None, *grid)
 
 
@@ -66,10 +66,11 @@ def quantized_linear(
     log_in = log_scales_in(theta, block, name)
     weight = rounded_weight(policy, theta, block, name, log_in)
     bias: Tensor | None = block.child(name).bias  # type: ignore[assignment]
+    scheme = policy.scheme.of(block.path(name))
 
     def linear(x: Tensor) -> Tensor:
         x = divided(x, log_in).to(x.dtype)
-        return F.linear(quantize_inputs(x, policy.scheme) if activations else x, weight, bias)
+        return F.linear(quantize_inputs(x, scheme) if activations else x, weight, bias)
 
     return linear
 

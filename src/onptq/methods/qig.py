@@ -90,7 +90,7 @@ def _case(
     policy: Policy, theta: Theta, block: Block, pair: str, stream: Stream, x: Tensor, x_q: Tensor, points: int
 ) -> Case:
     attributions = integrated_gradients(
-        policy, theta, block, pair, stream, quantize_inputs(x_q, policy.scheme), x, points=points
+        policy, theta, block, pair, stream, quantize_inputs(x_q, policy.scheme_of(block, pair)), x, points=points
     )
     weight = token_importance(attributions, stream.real)
     return Case(stream, x, stream.unit(block, pair, x), weight)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from onptq.models.encoding import EncodedPrompt
+from onptq.quantizer.caches import QuantCache
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
 
+CACHE_SCALE = 1.0  # without data: what servers take where a checkpoint has none
 INPUT_SCALE = 1.0  # without data: groups whose largest value is between 0.09 and 2688 have scales with all bits
 
 
@@ -21,4 +23,7 @@ def rtn(
     if policy.scheme.scales_inputs:
         keys = [pair_key(block, pair) for block in policy.structure.blocks for pair in block.pairs]
         theta.inputs = {key: torch.full((1,), INPUT_SCALE, device=policy.device) for key in keys}
+    if policy.scheme.quantizes_cache:
+        caches = [module.key for module in policy.wrapped if isinstance(module, QuantCache)]
+        theta.caches = {key: torch.full((2,), CACHE_SCALE, device=policy.device) for key in caches}
     return theta

@@ -107,7 +107,7 @@ def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, input
     for strength in (None, *STRENGTHS):
         u = torch.zeros_like(best) if strength is None else migrated(x_max, w_max, strength)
         theta.smoothing[key] = u
-        x_q = quantized_input(policy.scheme, log_scales_in(theta, block, consumers[0]), x)
+        x_q = quantized_input(policy.scheme_of(block, pair), log_scales_in(theta, block, consumers[0]), x)
         error = 0.0
         for name, out in outputs.items():
             weight = rounded_weight(policy, theta, block, name, log_scales_in(theta, block, name))
@@ -120,14 +120,17 @@ def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, input
 def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, inputs: dict[str, Tensor]) -> Tensor:
     """The log ratio of least output error for each row; all groups of a row share it."""
     path, x = block.path(name), inputs[block.pair_into(name)]
+    scheme = policy.scheme.of(path)
+    if not scheme.quantizes_weights:
+        return theta.linears[path].ratio
     log_in, log_out = log_scales_in(theta, block, name), log_scales_out(theta, block, name)
-    x_q = quantized_input(policy.scheme, log_in, x)
+    x_q = quantized_input(scheme, log_in, x)
     out = x @ dense_weight(block, name).T
     if log_out is not None:
         out = out * log_out.neg().exp()
     full = theta.linears[path].ratio
     best, least = full, torch.full((len(full),), torch.inf, device=full.device)
-    if policy.scheme.scales == "dtype":
+    if scheme.scales == "dtype":
         candidates = [torch.full_like(full, ratio).log() for ratio in (1.0, *RATIOS)]
     else:
         candidates = [full, _best_groups(policy, theta, block, name, x_q)]
@@ -135,7 +138,7 @@ def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, inputs: d
         theta.linears[path] = Free(log_ratio)
         weight = rounded_weight(policy, theta, block, name, log_in, log_out)
         error = (x_q @ weight.T - out).float().square().sum(0)[:, None]
-        error = to_groups(error, full[:, :1], policy.scheme.block_rows).sum((1, 2))
+        error = to_groups(error, full[:, :1], scheme.block_rows).sum((1, 2))
         better = error < least
         best, least = torch.where(better[:, None], log_ratio, best), torch.where(better, error, least)
     return best
@@ -147,7 +150,7 @@ def _best_groups(policy: Policy, theta: Theta, block: Block, name: str, x: Tenso
     exact, importance = smoothed(dense_weight(block, name), log_in, log_out), x.float().square().mean(0)
     full = theta.linears[path].ratio
     best, least = full, torch.full_like(full, torch.inf)
-    for ratio in VALID[policy.scheme.scales]:
+    for ratio in VALID[policy.scheme.of(path).scales]:
         log_ratio = torch.full_like(full, ratio).log()
         theta.linears[path] = Free(log_ratio)
         weight = rounded_weight(policy, theta, block, name, log_in, log_out)

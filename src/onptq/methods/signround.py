@@ -9,7 +9,7 @@ prompts it is never worse than it began.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -74,8 +74,11 @@ def signround_on(
                     stream.advance(block)
             with policy.speaking("Q"):
                 if not restore(store, theta, block):
-                    targets, bounds = [stream.hidden for stream in dense], ratio_range(policy.scheme)
-                    _Learner(theta, block, quantized, targets, bounds).learn(steps)
+                    targets = [stream.hidden for stream in dense]
+                    schemes = {path: policy.scheme.of(path) for path in map(block.path, block.linears)}
+                    bounds = {path: ratio_range(one) for path, one in schemes.items() if one.quantizes_weights}
+                    if bounds:
+                        _Learner(theta, block, quantized, targets, bounds).learn(steps)
                     if settled:
                         policy.settle_block(theta, block)
                     keep(store, theta, block)
@@ -105,18 +108,19 @@ class _Learner:
         block: Block,
         streams: Sequence[Stream],
         targets: Sequence[Tensor],
-        bounds: tuple[float, float],
+        bounds: Mapping[str, tuple[float, float]],
     ) -> None:
         self.theta, self.streams, self.targets, self.block = theta, streams, targets, block
-        self.ratio_range = bounds
-        self.paths = [block.path(name) for name in block.linears]
+        self.names = [name for name in block.linears if block.path(name) in bounds]  # those whose weights are rounded
+        self.paths = [block.path(name) for name in self.names]
+        self.ranges = (*(OFFSET_RANGE for _ in self.paths), *(bounds[path] for path in self.paths))
         self.tokens = sum(int(stream.real.sum()) for stream in streams)
         self.least, self.best = math.inf, Theta()
 
     def learn(self, steps: int) -> None:
         self._consider()
         linears = []
-        for name, path in zip(self.block.linears, self.paths, strict=True):
+        for name, path in zip(self.names, self.paths, strict=True):
             weight, ratio = dense_weight(self.block, name), self.theta.linears[path].ratio
             linears.append(Learned(ratio.clone(), torch.zeros(weight.shape, device=weight.device)))
         self.theta.linears.update(zip(self.paths, linears, strict=True))
@@ -136,8 +140,7 @@ class _Learner:
             parameter.requires_grad_()
         with torch.enable_grad():
             gradients = torch.autograd.grad(self._error(index), learned)
-        ranges = (OFFSET_RANGE,) * len(self.paths) + (self.ratio_range,) * len(self.paths)
-        for parameter, gradient, bounds in zip(learned, gradients, ranges, strict=True):
+        for parameter, gradient, bounds in zip(learned, gradients, self.ranges, strict=True):
             signed_step(parameter.requires_grad_(False), gradient, rate, *bounds)
 
     def _consider(self) -> None:

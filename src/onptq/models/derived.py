@@ -101,7 +101,8 @@ def _built(config_json: str) -> _Built:
         with torch.device("meta"):
             model = getattr(transformers, name)(settings)
     except Exception as error:  # damaged configs, classes that want other packages or another attention raise anything
-        raise OnPTQError(f"{name} cannot be built from config.json: {error}") from error
+        parts = "".join(f"; {part}" for part in _parts(config))
+        raise OnPTQError(f"{name} cannot be built from config.json: {type(error).__name__}: {error}{parts}") from error
     structure = find_structure(model)
     _try_blocks(structure, name)
     path = next(path for path, module in model.named_modules() if module is structure.decoder)
@@ -115,6 +116,17 @@ def _built(config_json: str) -> _Built:
     )
     beside = tuple(_beside(f"{path}." if path else "", parameters))
     return _Built(name, beside, linears, tuple(followers), takes)
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is to be said of each part of a config that is a model of its own, such as an Omni model's thinker."""
+    for key, part in config.items():
+        if isinstance(part, dict) and model_class(str(part.get("model_type"))) is not None:
+            try:
+                built = _built(json.dumps(part, sort_keys=True))
+                yield f"its {key} alone, {built.model_class}, has the structure"
+            except OnPTQError as error:
+                yield f"in its {key}, {error}"
 
 
 def _depths(config: Any) -> Iterator[int]:

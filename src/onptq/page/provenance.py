@@ -36,6 +36,8 @@ def how_made(identity: Mapping[str, Any]) -> str:
         if scheme.quantizes_activations
         else ", activations as they were"
     )
+    bits += "" if scheme.cache_floats is None else f", KV cache in {_numbers(scheme.cache_floats)}"
+    bits += f", and others for {', '.join(pattern for pattern, _ in scheme.others)}" if scheme.others else ""
     recipe, method = identity.get("recipe"), identity.get("method")
     if recipe is not None:
         rounds = "one round" if recipe["rounds"] == 1 else f"{recipe['rounds']} rounds"

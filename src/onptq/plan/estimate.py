@@ -159,6 +159,7 @@ class Memory:
         weight = self.compute * (2 if settled and self.scheme.group_size else 1)
         weight += 0 if settled or self.by_kernel else 2 * WIDE
         widths = (5 * linear + 8) * shapes.hidden + (linear + 6) * shapes.query + (linear + 4) * shapes.ffn
+        widths += 2 * shapes.kv if self.scheme.quantizes_cache else 0
         token = self.compute * widths + 4 * WIDE * shapes.hidden + keys * (1 + self.compute)
         return {
             "weights in the graph": blocks * shapes.block * weight + self.rounded(),

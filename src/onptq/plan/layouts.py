@@ -38,7 +38,9 @@ class Model:
     def of(cls, source: Source, shapes: Shapes, work: Work, machine: Machine) -> Model:
         stored = source.storage()
         converted = 0 if stored == machine.dtype else shapes.loaded * stored.itemsize
-        return cls(shapes, Scheme.parse(work.recipe.scheme), replace(work, gpus=machine.gpus), machine, converted)
+        return cls(
+            shapes, Scheme.parse(work.recipe.scheme).unmixed, replace(work, gpus=machine.gpus), machine, converted
+        )
 
     def memory(self, recipe: Recipe, layout: Layout) -> Memory:
         shapes, machine, number = self.shapes, self.machine, self.machine.dtype.itemsize

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from onptq.checkpoint.serving import ADA, AMPERE, BLACKWELL, HOPPER
 from onptq.checkpoint.source import DTYPES, choose_device, choose_dtype
 from onptq.engine.memory import free_memory, host_free
 from onptq.errors import OnPTQError, did_you_mean
@@ -24,20 +25,21 @@ class Gpu:
     int8: float  # TOP/s
     bandwidth: float  # GB/s
     link: float  # GB/s that it receives from the other GPUs of its machine
+    generation: str  # as the serving table names it
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40g", 39.4, 312, 624, 1555, 300),
-        Gpu("a100-80g", 79.2, 312, 624, 2039, 300),
-        Gpu("h100-80g", 79.1, 989, 1979, 3350, 450),
-        Gpu("h200-141g", 139.8, 989, 1979, 4800, 450),
-        Gpu("l40s-48g", 44.4, 362, 733, 864, 32),
-        Gpu("l4-24g", 22.0, 121, 242, 300, 32),
-        Gpu("rtx4090-24g", 23.5, 165, 661, 1008, 32),
-        Gpu("rtx5090-32g", 31.4, 210, 838, 1792, 64),
-        Gpu("b200-192g", 178.0, 2250, 4500, 8000, 900),
+        Gpu("a100-40g", 39.4, 312, 624, 1555, 300, AMPERE),
+        Gpu("a100-80g", 79.2, 312, 624, 2039, 300, AMPERE),
+        Gpu("h100-80g", 79.1, 989, 1979, 3350, 450, HOPPER),
+        Gpu("h200-141g", 139.8, 989, 1979, 4800, 450, HOPPER),
+        Gpu("l40s-48g", 44.4, 362, 733, 864, 32, ADA),
+        Gpu("l4-24g", 22.0, 121, 242, 300, 32, ADA),
+        Gpu("rtx4090-24g", 23.5, 165, 661, 1008, 32, ADA),
+        Gpu("rtx5090-32g", 31.4, 210, 838, 1792, 64, BLACKWELL),
+        Gpu("b200-192g", 178.0, 2250, 4500, 8000, 900, BLACKWELL),
     )
 }
 

@@ -155,7 +155,7 @@ def _shapes(
         loaded=sum(count.values()) - count[OTHER_MODELS],
         vision=count[VISION],
         audio=count[AUDIO],
-        scales=sum(math.prod(scheme.scale_shape(*weight.shape)) for weight in weights.values()),
+        scales=sum(math.prod(scheme.of(name).scale_shape(*weight.shape)) for name, weight in weights.items()),
         deepstack=len(vision.get("deepstack_visual_indexes") or ()),
         patches=int(vision.get("spatial_merge_size", 2)) ** 2,
     )

@@ -17,7 +17,7 @@ from onptq.checkpoint.catalogs import did_you_mean, is_cataloged
 from onptq.checkpoint.companions import check_room
 from onptq.checkpoint.serving import Served, serving
 from onptq.checkpoint.source import Source, find_source
-from onptq.checkpoint.write import check_apart, check_exportable, check_groups
+from onptq.checkpoint.write import check_apart, check_cached, check_exportable, check_groups
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts
 from onptq.data.prompts import Prompt
 from onptq.engine.budget import Held
@@ -149,7 +149,7 @@ def make_plan(
     if calibration is None and holdout is not None:
         raise OnPTQError("expected --calibration beside --holdout: held-out prompts alone calibrate nothing")
     check_on_bad_prompt(on_bad_prompt)
-    folder, scheme = _folder(model), Scheme.parse(recipe.scheme)
+    folder, scheme = local_folder(model), Scheme.parse(recipe.scheme)
     plan = Plan(str(model), recipe, tuple(serving(scheme)))
     try:
         source = find_source(folder)
@@ -180,7 +180,7 @@ def make_plan(
     return _estimated(replace(plan, work=work, machine=machine), source, parts, work, machine, prompts, out)
 
 
-def _folder(model: str | Path) -> Path | str:
+def local_folder(model: str | Path) -> Path | str:
     """The folder of a model that is on this machine: planning never uses the network."""
     if is_cataloged(str(model)) or Path(model).is_dir():
         return model
@@ -205,6 +205,7 @@ def _check(source: Source, parts: Parts, recipe: Recipe, out: Path | None) -> No
         source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
     )
     check_groups(checkpoint, decoder, scheme)
+    check_cached(checkpoint, scheme, source.family.other_models)
     source.storage()
     if out is not None:
         check_apart(source.folder, out)
@@ -226,7 +227,7 @@ def _estimated(
     plan: Plan, source: Source, parts: Parts, work: Work, machine: Machine, prompts: Prompts | None, out: Path | None
 ) -> Plan:
     """The plan with what every phase takes. A phase that does not fit is a refusal."""
-    shapes, scheme = parts.shapes, Scheme.parse(plan.recipe.scheme)
+    shapes, scheme = parts.shapes, Scheme.parse(plan.recipe.scheme).unmixed
     model = Model.of(source, shapes, work, machine)
     layout = model.layout(plan.recipe)
     memory, phases = model.memory(plan.recipe, layout), model.phases(plan.recipe, layout)
@@ -292,6 +293,8 @@ def _assumptions(work: Work, machine: Machine, prompts: Prompts | None, layout: 
     if work.recipe.init not in MODELLED_INITS:
         yield f"Initialize ({work.recipe.init}) takes as much as search"
     yield "the comparison of `quantize --evaluate` is not counted"
+    if others := Scheme.parse(work.recipe.scheme).others:
+        yield f"time and memory as if all linears were in one scheme, without the {len(others)} patterns of the mix"
     if machine.gpu is not None:
         memory = f"{size(machine.device_free)} of its memory free"
         yield f"{machine.name} by its data sheet, {memory}; host memory is not checked"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from onptq.checkpoint.write import storage_format
+from onptq.checkpoint.packing import storage_format
 from onptq.cycle.branch import ROW_TOKENS
 from onptq.engine.budget import Held
 from onptq.methods.layerwise import RESPONSE_TOKENS

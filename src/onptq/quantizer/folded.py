@@ -22,6 +22,14 @@ class FoldedLinear:
 
 
 @dataclass(frozen=True)
+class FoldedCache:
+    """The scales of one layer's cached keys and values, [1] each, in the storage dtype."""
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
 class FoldedNorm:
     """The gain of a norm, divided by the smoothing behind it."""
 
@@ -35,4 +43,4 @@ class FoldedFollower:
     weight: Tensor  # [O, I], storage dtype
 
 
-Folded = FoldedLinear | FoldedNorm | FoldedFollower
+Folded = FoldedLinear | FoldedNorm | FoldedFollower | FoldedCache

@@ -17,7 +17,16 @@ from onptq.quantizer.integers import LowBitLinear
 from onptq.quantizer.norms import divided_gain, find_eps, gain_offset, rms_norm
 from onptq.quantizer.numerics import cast_through, fitting_scale, in_offsets, product_dtype, quantize_inputs
 from onptq.quantizer.settled import settled_codes, settled_linear
-from onptq.quantizer.theta import Learned, Settled, Theta, log_scales_in, log_scales_out, pair_key
+from onptq.quantizer.theta import (
+    Learned,
+    LinearTheta,
+    Settled,
+    Theta,
+    clone_linear,
+    log_scales_in,
+    log_scales_out,
+    pair_key,
+)
 from onptq.quantizer.weights import dequantize, fake_quantize_weight, of_groups, smoothed, to_groups, weight_codes
 from onptq.schemes import Scheme
 
@@ -66,11 +75,14 @@ class QuantLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.block, self.name, self.scheme, self.storage, self.switch = block, name, scheme, storage, switch
+        self.block, self.name, self.storage, self.switch = block, name, storage, switch
         self.state: Live | Frozen | Integer | None = None
-        self.tensor_scale: Tensor | None = None
-        if scheme.scales == "E4M3":
-            self.tensor_scale = _tied_scale(block, name)
+        self.use(scheme)
+
+    def use(self, scheme: Scheme) -> None:
+        """Take another scheme; what Q is does not change until it is given a theta again."""
+        self.scheme = scheme
+        self.tensor_scale = _tied_scale(self.block, self.name) if scheme.scales == "E4M3" else None
 
     @property
     def in_features(self) -> int:
@@ -150,8 +162,10 @@ class QuantLinear(nn.Module):
         return FoldedLinear(weight.to(self.storage), weight.new_ones(1, 1), None, bias)
 
     @torch.no_grad()
-    def settle(self, theta: Theta) -> Settled:
-        """The codes of theta, settled: from there on only their scales follow it."""
+    def settle(self, theta: Theta) -> LinearTheta:
+        """The codes of theta, settled: from there on only their scales follow it. A dense linear has none."""
+        if not self.scheme.quantizes_weights:
+            return clone_linear(theta.linears[self.path])
         folded = self.fold(theta)
         levels = folded.codes
         if folded.zero is not None:
@@ -160,8 +174,10 @@ class QuantLinear(nn.Module):
         return Settled(ratio, levels, folded.scale.float())
 
     @torch.no_grad()
-    def centre(self, theta: Theta) -> Learned:
-        """The codes of theta as offsets [O, I] that put each weight in the middle of its code."""
+    def centre(self, theta: Theta) -> LinearTheta:
+        """The codes of theta as offsets [O, I] that put each weight in the middle of its code; a dense linear has none."""
+        if not self.scheme.quantizes_weights:
+            return clone_linear(theta.linears[self.path])
         folded, exact = self.fold(theta), self._smoothed(theta)
         rows, grid = self.scheme.block_rows, self.scheme.weight_grid
         level = to_groups(folded.codes.float(), folded.scale, rows)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -12,10 +13,12 @@ from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel, Side
 from onptq.models.sharding import ShardedBlocks
 from onptq.models.structure import Block, find_structure
+from onptq.quantizer.caches import QuantCache, check_cache
 from onptq.quantizer.folded import Folded
+from onptq.quantizer.mix import check_mix
 from onptq.quantizer.modules import Keep, Live, QuantFollower, QuantLinear, QuantNorm, Switch
 from onptq.quantizer.proof import prove
-from onptq.quantizer.theta import Theta
+from onptq.quantizer.theta import Free, Theta
 from onptq.ranks import Ranks
 from onptq.schemes import Scheme
 
@@ -30,6 +33,8 @@ class Policy(LanguageModel):
         super().__init__(model, eos, structure=structure)
         self.scheme, self.switch = scheme, Switch()
         self.storage = storage or self.dtype
+        check_cache(self.structure, scheme)
+        check_mix(scheme, [block.path(name) for block in self.structure.blocks for name in block.linears])
         self.wrapped = tuple(self._wrap())
 
     @property
@@ -47,6 +52,15 @@ class Policy(LanguageModel):
             yield
         finally:
             self.switch.quantized = before
+
+    @cached_property
+    def linears(self) -> Mapping[str, QuantLinear]:
+        """Its linears by path."""
+        return {module.path: module for module in self._linears()}
+
+    def scheme_of(self, block: Block, pair: str) -> Scheme:
+        """The scheme of the linears that read a pair's input: servers multiply them as one, so they share it."""
+        return self.scheme.of(block.path(block.consumers(pair)[0]))
 
     def shard(self, ranks: Ranks, device: torch.device, *, offloaded: bool = False) -> None:
         """Split the blocks over the ranks, and move everything else of the model to the device."""
@@ -103,6 +117,26 @@ class Policy(LanguageModel):
             for module, state in zip(self.wrapped, before, strict=True):
                 module.become(state)  # type: ignore[arg-type]
 
+    @contextmanager
+    def raised(self, theta: Theta, paths: Sequence[str], scheme: Scheme) -> Iterator[None]:
+        """A context in which some linears of Q under theta have another scheme, at full range."""
+        modules = [self.linears[path] for path in paths]
+        before = [(module.state, module.scheme) for module in modules]
+        free = {
+            module.path: Free(torch.zeros(scheme.scale_shape(*module.weight.shape), device=self.device))
+            for module in modules
+        }
+        changed = Theta(theta.smoothing, theta.linears | free, theta.inputs, theta.caches)
+        for module in modules:
+            module.use(scheme)
+            module.freeze(changed, keep="floats")
+        try:
+            yield
+        finally:
+            for module, (state, own) in zip(modules, before, strict=True):
+                module.use(own)
+                module.become(state)
+
     def release(self) -> None:
         """Give the memory back; the policy cannot compute any more."""
         for module in self.wrapped:
@@ -118,7 +152,7 @@ class Policy(LanguageModel):
             return theta.clone()
         smoothing = {key: u.detach().clone() for key, u in theta.smoothing.items()}
         linears = {module.path: module.settle(theta) for module in self._gathered_linears()}
-        return Theta(smoothing, dict(linears), {key: scale.clone() for key, scale in theta.inputs.items()})
+        return Theta(smoothing, dict(linears), **theta.cloned_scales())
 
     def settle_block(self, theta: Theta, block: Block) -> None:
         """Settle the codes of one block, in place."""
@@ -152,7 +186,7 @@ class Policy(LanguageModel):
     def _linears(self) -> Iterator[QuantLinear]:
         return (module for module in self.wrapped if isinstance(module, QuantLinear))
 
-    def _gathered(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower]:
+    def _gathered(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower | QuantCache]:
         """Every wrapped module, block by block, each with its weight."""
         for block in self.gathered_blocks():
             yield from (module for module in self.wrapped if module.block is block)
@@ -160,7 +194,7 @@ class Policy(LanguageModel):
     def _gathered_linears(self) -> Iterator[QuantLinear]:
         return (module for module in self._gathered() if isinstance(module, QuantLinear))
 
-    def _wrap(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower]:
+    def _wrap(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower | QuantCache]:
         for block in self.structure.blocks:
             for name in block.norms:
                 norm = QuantNorm(block.child(name), block, name, self.storage, self.switch)
@@ -173,6 +207,8 @@ class Policy(LanguageModel):
             for name in block.linears:
                 linear = block.child(name)
                 assert isinstance(linear, nn.Linear)
-                wrapped = QuantLinear(linear, block, name, self.scheme, self.storage, self.switch)
+                wrapped = QuantLinear(linear, block, name, self.scheme.of(block.path(name)), self.storage, self.switch)
                 block.replace(name, wrapped)
                 yield wrapped
+            if self.scheme.quantizes_cache and "o_proj" in block.linears:
+                yield QuantCache(block, self.scheme, self.storage, self.switch)

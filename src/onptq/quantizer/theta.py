@@ -60,6 +60,9 @@ class Theta:
     smoothing: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> [channels]
     linears: dict[str, LinearTheta] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> its part
     inputs: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> tensor scale of what enters, if any
+    caches: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # "layers.0" -> [2] scales of cached keys and values, if any
     # The tensors, kept alive, and their writes when `version` was last read; and how often they had changed by then.
     _seen: list[tuple[Tensor, int | None]] = field(default_factory=list, init=False, repr=False, compare=False)
     _changes: int = field(default=0, init=False, repr=False, compare=False)
@@ -73,7 +76,7 @@ class Theta:
                 theta.smoothing[pair_key(block, pair)] = torch.zeros(pair_width(block, pair), device=device)
             for name in block.linears:
                 rows, columns = block.child(name).weight.shape  # type: ignore[union-attr, misc]
-                shape = scheme.scale_shape(rows, columns)
+                shape = scheme.of(block.path(name)).scale_shape(rows, columns)
                 theta.linears[block.path(name)] = Free(torch.zeros(shape, device=device))
         return theta
 
@@ -97,8 +100,8 @@ class Theta:
     def clone(self) -> Theta:
         return Theta(
             {key: u.detach().clone() for key, u in self.smoothing.items()},
-            {path: _clone(linear) for path, linear in self.linears.items()},
-            self._cloned_inputs(),
+            {path: clone_linear(linear) for path, linear in self.linears.items()},
+            **self.cloned_scales(),
         )
 
     @torch.no_grad()
@@ -113,7 +116,7 @@ class Theta:
         """A clone whose codes all follow the weights again: smoothing and ratios alone."""
         ratios = {path: Free(ratio.detach().clone()) for path, ratio in self.ratio.items()}
         smoothing = {key: u.detach().clone() for key, u in self.smoothing.items()}
-        return Theta(smoothing, dict(ratios), self._cloned_inputs())
+        return Theta(smoothing, dict(ratios), **self.cloned_scales())
 
     @property
     def version(self) -> int:
@@ -167,6 +170,8 @@ class Theta:
                 theta.smoothing[key] = tensor
             elif part == "input":
                 theta.inputs[key] = tensor
+            elif part == "cache":
+                theta.caches[key] = tensor
             else:
                 parts.setdefault(key, {})[PARTS[part]] = tensor
         for path, given in parts.items():
@@ -185,12 +190,15 @@ class Theta:
     def load(cls, path: Path, device: torch.device | str = "cpu") -> Theta:
         return cls.of_tensors(dict(_whole(load_file(path, device=str(device)))))
 
-    def _cloned_inputs(self) -> dict[str, Tensor]:
-        return {key: scale.clone() for key, scale in self.inputs.items()}
+    def cloned_scales(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of the scales that belong to no linear, by the name of their field."""
+        fields = {"inputs": self.inputs, "caches": self.caches}
+        return {name: {key: scale.clone() for key, scale in scales.items()} for name, scales in fields.items()}
 
     def _named(self) -> dict[str, Tensor]:
         named = {f"smoothing/{key}": u for key, u in self.smoothing.items()}
         named |= {f"input/{key}": scale for key, scale in self.inputs.items()}
+        named |= {f"cache/{key}": scales for key, scales in self.caches.items()}
         for part, field_name in PARTS.items():
             for path, linear in self.linears.items():
                 if hasattr(linear, field_name):
@@ -198,7 +206,8 @@ class Theta:
         return named
 
 
-def _clone(linear: LinearTheta) -> LinearTheta:
+def clone_linear(linear: LinearTheta) -> LinearTheta:
+    """A copy of a linear's part; settled levels, which nobody writes to, are shared."""
     ratio = linear.ratio.detach().clone()
     match linear:
         case Free():
@@ -245,6 +254,10 @@ def _clamp_(tensors: Sequence[Tensor], low: float | Sequence[Tensor], high: floa
 def ratio_range(scheme: Scheme) -> tuple[float, float]:
     """The bounds of a log scale ratio that is learned."""
     return RATIO_RANGE if scheme.scales == "dtype" else VALID_RANGE
+
+
+def layer_key(block: Block) -> str:
+    return f"layers.{block.index}"
 
 
 def pair_key(block: Block, pair: str) -> str:
