@@ -625,7 +625,7 @@ def test_a_file_and_then_its_folder_are_synced_around_the_rename(
 def test_lines_of_the_log_that_lost_a_field_do_not_count(tmp_path: Path) -> None:
     with Run.open(tmp_path, IDENTITY) as run:
         run.log("phase", phase="Load", state="end", seconds=1.5)
-        run.log("phase", phase="Load", state="end", secnds=1.0)
+        run.log("phase", phase="Load", state="end", duration=1.0)
         run.log("phase", phase=["Load"], state="end", seconds=1.0)
         run.log("phase", phase="Load", state="end", seconds="1")
         run.log("phase", state="failed", seconds=1.0)

@@ -48,7 +48,8 @@ def test_the_best_rates_are_raised_as_far_as_the_budget_goes(
     rates = [gain.rate for gain in mix.gains]
     assert rates == sorted(rates, reverse=True)
     sizes = {path: linear.weight.numel() for path, linear in policy.linears.items()}
-    taken, spent, budget = [], 0.0, 2.0 * sum(sizes.values())
+    taken: list[str] = []
+    spent, budget = 0.0, 2.0 * sum(sizes.values())
     for gain in mix.gains:
         bits = 5.0 * sum(sizes[path] for path in gain.linears)
         assert gain.bytes * 8 == pytest.approx(bits, abs=8)

@@ -87,4 +87,4 @@ def test_only_the_responses_that_lost_most_are_read_and_the_policy_is_left_as_it
     assert losses.states == chosen.sum() < states.candidates.sum()
     assert losses.lost == pytest.approx((states.margin_dense - states.margin_quant)[chosen].mean(), rel=1e-5)
     assert policy.generation == before
-    assert not any(module._forward_hooks for module in policy.wrapped)
+    assert not any(getattr(module, "_forward_hooks", None) for module in policy.wrapped)
