@@ -30,6 +30,8 @@ TEXT: JSON = {
 TOWER: JSON = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 MEAN: JSON = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
+EXPERTS: JSON = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+
 
 IDEFICS_TOKENS = (
     "<fake_token_around_image>",
@@ -403,6 +405,40 @@ CLASSES = {
         towers=("visual",),
         published={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
         torchvision=True,
+    ),
+    "qwen3_moe": RandomClass(
+        "qwen3_moe",
+        lambda ids: TEXT | EXPERTS | {"mlp_only_layers": [], "decoder_sparse_step": 1},
+        {},
+        {},
+        (),
+        "",
+        modalities=frozenset({"text"}),
+    ),
+    "qwen3_vl_moe": RandomClass(
+        "qwen3_vl_moe",
+        lambda ids: {
+            "text_config": TEXT
+            | EXPERTS
+            | {
+                "model_type": "qwen3_vl_moe_text",
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+                | {"mrope_interleaved": True},
+            },
+            "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+            | {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64}
+            | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "vision_start_token_id": ids["<|vision_start|>"],
+            "vision_end_token_id": ids["<|vision_end|>"],
+        },
+        {"processor_class": "Qwen3VLProcessor"},
+        {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+        | {"size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}},
+        (),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        towers=("visual",),
     ),
 }
 

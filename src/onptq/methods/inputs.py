@@ -11,7 +11,7 @@ from onptq.engine.prefixes import Prefixes
 from onptq.engine.rollout import rollouts
 from onptq.methods.layerwise import RESPONSE_TOKENS, answered_sequences, observing, open_streams
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.structure import Block
+from onptq.models.structure import EXPERTS, Block
 from onptq.quantizer.numerics import fitting_scale
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
@@ -29,9 +29,14 @@ def fitting_inputs(policy: Policy, theta: Theta, prompts: Sequence[EncodedPrompt
             for stream in streams:
 
                 def observe(block: Block, pair: str, x: Tensor, real: Tensor = stream.real) -> None:
-                    absmax, key = x[real].abs().amax().float().reshape(1), pair_key(block, pair)
+                    tokens = x[real] if x.shape[:-1] == real.shape else x
+                    absmax, key = tokens.abs().amax().float().reshape(1), pair_key(block, pair)
                     largest[key] = torch.maximum(largest[key], absmax) if key in largest else absmax
 
                 with observing([block], observe):
                     stream.advance(block)
+            experts = [pair_key(block, pair) for pair in block.pairs if pair.startswith(EXPERTS)]
+            if experts:  # one without tokens may meet any that the others do
+                widest = torch.stack([largest[key] for key in experts if key in largest]).amax(0)
+                largest |= {key: widest for key in experts if key not in largest}
     return {key: fitting_scale(absmax) for key, absmax in largest.items()}

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from onptq.errors import OnPTQError
+from onptq.models.experts import Experts, experts_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -29,6 +30,7 @@ PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # layer types of transformers
 POSITIONS, SHARED = "position_ids", "shared_kv_states"  # arguments that some attentions require
 BEFORE_MLP = "pre_feedforward_layernorm"
+EXPERTS, UP_DOWN = "mlp.experts.", "up_down"  # names of an expert's linears begin, and those of its pair end, with these
 PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
 IN_ORDER = ("norm_qkv", "v_o", "norm_gate_up", "up_down")  # as a block runs them
 READERS = {pair: PAIRS[pair][1] for pair in IN_ORDER}
@@ -87,6 +89,16 @@ class Block:
     def pair_into(self, name: str) -> str:
         """The pair that a linear or a follower reads."""
         return self._into[name]
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts beside which a router decides; None in a dense block."""
+        return experts_of(self.module)
+
+    def reading(self, pair: str) -> nn.Module:
+        """A module whose input is what a pair's consumers read, all tokens of it."""
+        routed = self.experts is not None and pair == "norm_gate_up"
+        return self.module.get_submodule("mlp") if routed else self.child(self.consumers(pair)[0])
 
     @cached_property
     def _into(self) -> dict[str, str]:
@@ -225,7 +237,9 @@ def _is_block(layer: nn.Module, linears: type[nn.Module]) -> bool:
 
 
 def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
-    """Those of the seven linears that a layer has neither alone nor fused; values may be keys (Gemma 4's v_proj is None)."""
+    """Those of the seven linears that a layer has neither alone nor fused; values may be keys (Gemma 4's v_proj is None).
+
+    Experts have theirs in place of an MLP's."""
 
     def has(name: str) -> bool:
         parent, child = PLACES[name]
@@ -236,6 +250,8 @@ def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
         missing = [name for name in missing if name not in PAIRS["norm_qkv"][1]]
     if has(GATE_UP):
         missing = [name for name in missing if name not in PAIRS["norm_gate_up"][1]]
+    if experts_of(layer) is not None:
+        missing = [name for name in missing if name not in MLP]
     if missing == ["v_proj"] and getattr(getattr(layer, "self_attn", None), "v_proj", layer) is None:
         missing = []
     return [".".join(LINEARS[name]) for name in missing]
@@ -248,7 +264,41 @@ def _readers(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
         return getattr(getattr(layer, PLACES[name][0]), name, None) is not None
 
     fused = {"norm_qkv": (QKV,), "norm_gate_up": (GATE_UP,)}
-    return {pair: tuple(filter(has, (*READERS[pair], *fused.get(pair, ())))) for pair in IN_ORDER}
+    readers = {pair: tuple(filter(has, (*READERS[pair], *fused.get(pair, ())))) for pair in IN_ORDER}
+    parts = _parts(layer)
+    if not parts:
+        return readers
+    readers["norm_gate_up"] = tuple(f"{part}.{name}" for part in parts for name in READERS["norm_gate_up"])
+    del readers["up_down"]
+    return readers | {f"{part}.{UP_DOWN}": (f"{part}.down_proj",) for part in parts}
+
+
+def _parts(layer: nn.Module) -> tuple[str, ...]:
+    """The gated MLPs side by side in a layer with experts, what all tokens share first; none in a dense layer."""
+    experts = experts_of(layer)
+    if experts is None:
+        return ()
+    beside = layer.mlp.named_children()  # type: ignore[union-attr, operator]
+    shared = [f"mlp.{name}" for name, child in beside if all(hasattr(child, linear) for linear in MLP)]
+    return (*shared, *(f"{EXPERTS}{index}" for index in range(len(experts))))
+
+
+def _following(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """What reads a norm beside the linears and stays 16-bit: a router, the gate of what all tokens share."""
+    if experts_of(layer) is None:
+        return {}
+    parts, following = _parts(layer), []
+    for name, child in layer.mlp.named_children():  # type: ignore[union-attr, operator]
+        parameters = dict(child.named_parameters())
+        if isinstance(child, Experts) or f"mlp.{name}" in parts or not parameters:
+            continue
+        if set(parameters) != {"weight"} or parameters["weight"].dim() != 2:
+            raise OnPTQError(
+                f"{type(layer).__name__}: mlp.{name} ({type(child).__name__}) beside the experts has "
+                f"{', '.join(parameters)}; expected one matrix called weight"
+            )
+        following.append(f"mlp.{name}")
+    return {"norm_gate_up": tuple(following)}
 
 
 def _blocks(decoder: nn.Module) -> Iterator[Block]:
@@ -277,6 +327,7 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
             (window or config.sliding_window) if layer_type == SLIDING else None,
             config.attention_chunk_size if layer_type == CHUNKED else None,
             frozenset(name for name in (POSITIONS, SHARED) if _requires(attention, name)),
+            _following(layer),
         )
 
 
@@ -297,6 +348,9 @@ def _producers(layer: nn.Module) -> Mapping[str, str]:
         del producers["v_o"]
     if GATE_UP in present:
         producers["up_down"] = GATE_UP
+    if parts := _parts(layer):
+        del producers["up_down"]
+        producers |= {f"{part}.{UP_DOWN}": f"{part}.up_proj" for part in parts}
     return producers
 
 

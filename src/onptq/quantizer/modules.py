@@ -214,8 +214,10 @@ class QuantLinear(nn.Module):
 
 @torch.no_grad()
 def _tied_scale(block: Block, name: str) -> Tensor:
-    """The tensor scale that fits all linears with the same input: servers multiply them as one."""
-    weights: list[Tensor] = [block.child(one).weight for one in block.consumers(block.pair_into(name))]  # type: ignore[misc]
+    """The tensor scale that fits all linears with the same input: servers multiply them as one. Experts have their own."""
+    owner = block.owner(name)
+    together = [one for one in block.consumers(block.pair_into(name)) if block.owner(one) is owner]
+    weights: list[Tensor] = [block.child(one).weight for one in together]  # type: ignore[misc]
     return fitting_scale(torch.stack([weight.abs().amax() for weight in weights]).amax())
 
 
