@@ -24,6 +24,7 @@ from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
 from onptq.checkpoint.write import check_apart, check_exportable, check_groups, output_bytes, write_checkpoint
 from onptq.cycle.calibrate import Holdout
+from onptq.cycle.expert_tokens import cold_warning, expert_summary
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle, bank_figures
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
@@ -39,6 +40,7 @@ from onptq.evaluate.guard import keep_better
 from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
 from onptq.files import file_sha256
+from onptq.methods.experts import check_method
 from onptq.methods.resume import RunStore
 from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
@@ -134,6 +136,8 @@ def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verif
     if not run.ranks.is_first:
         return summary
     warn_of_no_help(summary, reporter)
+    if (cold := cold_warning(summary.get("experts", {}))) is not None:
+        reporter.warn(cold)
     keep_details(cycle, held_out_states, detail)
     summary["checkpoint"] = export(job, policy, run, reporter)
     if verify:
@@ -170,6 +174,7 @@ def check(
         source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
     )
     check_groups(checkpoint, decoder, scheme)
+    check_method(recipe.init, source.family)
     if not (out / CONFIG).exists():
         check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
     seed = None if is_contract_1(out) else recipe.seed
@@ -343,7 +348,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
         name: None if one is None else bank_figures(one.states)
         for name, one in (("rtn", rounded), ("initial", before), ("calibrated", calibrated), ("final", after))
     }
-    summary = {
+    summary: dict[str, Any] = {
         "scheme": str(job.scheme),
         "method": job.recipe.method,
         "model": job.source.name,
@@ -354,6 +359,8 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
         "choice": choice,
         "helped": None if choice is None else choice["kept"] == CALIBRATED,
     }
+    if experts := ranks.lead(lambda: expert_summary(cycle)):
+        summary["experts"] = experts
     return summary, after
 
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
-from onptq.engine.prefixes import whole_prompts
 from onptq.errors import OnPTQError
 from onptq.methods.linears import dense_weight
-from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.experts import by_expert, observing_routes
+from onptq.models.experts import by_expert
 from onptq.models.family import Family
 from onptq.models.structure import EXPERTS, UP_DOWN, Block, place
-from onptq.quantizer.policy import Policy
 
 KNOWN = ("rtn", "smoothquant", "search", "signround", "search+signround")  # methods that fit experts
 ROUTES = "routes"  # among the inputs of a block: the experts [n, k] of every token
@@ -53,22 +47,3 @@ def read_by(block: Block, name: str, inputs: dict[str, Tensor]) -> Tensor | None
     if pair == "norm_gate_up" and name.startswith(EXPERTS):
         return inputs.get(place(name).rpartition(".")[0])
     return inputs.get(pair)
-
-
-@torch.no_grad()
-def tokens_per_expert(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[str, list[int]]:
-    """How many tokens of the sequences D's router sends to each expert, by layer; empty for a model without experts."""
-    counts: dict[str, Tensor] = {}
-
-    def count(layer: int, index: Tensor) -> None:
-        experts = policy.structure.blocks[layer].experts
-        assert experts is not None
-        seen = index.flatten().bincount(minlength=len(experts))
-        counts[f"layers.{layer}"] = counts.get(f"layers.{layer}", 0) + seen
-
-    layers = [block.module for block in policy.structure.blocks]
-    if any(block.experts is not None for block in policy.structure.blocks):
-        with observing_routes(layers, count), policy.speaking("D"):
-            for sequence in sequences:
-                policy.run(whole_prompts(PromptBatch.of([sequence])))
-    return {layer: seen.tolist() for layer, seen in counts.items()}

@@ -38,5 +38,5 @@ def fitting_inputs(policy: Policy, theta: Theta, prompts: Sequence[EncodedPrompt
             experts = [pair_key(block, pair) for pair in block.pairs if pair.startswith(EXPERTS)]
             if experts:  # one without tokens may meet any that the others do
                 widest = torch.stack([largest[key] for key in experts if key in largest]).amax(0)
-                largest |= {key: widest for key in experts if key not in largest}
+                largest.update({key: widest for key in experts if key not in largest})
     return {key: fitting_scale(absmax) for key, absmax in largest.items()}

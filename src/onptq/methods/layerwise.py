@@ -126,10 +126,10 @@ class Stream:
 
     def led(self, dense: Stream, block: Block) -> None:
         """Run the block of the dense stream and go on there; the router of this stream is to decide as that one does."""
-        routes: list[Tensor] = []
-        with observing_routes([block.module], lambda _, index: routes.append(index)):
+        routes: dict[int, Tensor] = {}
+        with observing_routes([block.module], routes.__setitem__):
             dense.advance(block)
-        self.routes = {block.index: index.view(*dense.hidden.shape[:2], -1) for index in routes}
+        self.routes = {block.index: routes[0].view(*dense.hidden.shape[:2], -1)} if routes else {}
 
     def unit(self, block: Block, pair: str, x: Tensor) -> Tensor:
         """The output that a pair's error is measured on: of the attention for q/k/v, of the MLP for gate/up, of the linear

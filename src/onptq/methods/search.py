@@ -30,6 +30,7 @@ STRENGTHS = tuple(n / 10 for n in range(1, 10))  # alpha of s = amax(x)^alpha / 
 RATIOS = tuple(1 - n / 20 for n in range(1, 11))  # 0.95 down to 0.5
 VALID = {"E4M3": tuple(n / 16 for n in range(24, 7, -1)), "E8M0": (2.0, 1.0, 0.5)}  # reach every number in that range
 SAMPLE_TOKENS = 1024
+ROUTED_TOKENS = 4096  # the same where each expert reads a share of them
 LEAST_TOKENS = 8  # of a sampled sequence: fewer would be its first tokens, whose activations are unlike all others
 
 
@@ -84,10 +85,11 @@ def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[in
 
     Of so many sequences that each would give too few tokens, some are taken, spread evenly as well.
     """
-    count = min(len(sequences), max(1, SAMPLE_TOKENS // LEAST_TOKENS))
-    sequences = [sequences[index] for index in torch.linspace(0, len(sequences) - 1, count).round().int().tolist()]
-    share = max(1, SAMPLE_TOKENS // count)
     blocks = policy.structure.blocks
+    tokens = ROUTED_TOKENS if any(block.experts is not None for block in blocks) else SAMPLE_TOKENS
+    count = min(len(sequences), max(1, tokens // LEAST_TOKENS))
+    sequences = [sequences[index] for index in torch.linspace(0, len(sequences) - 1, count).round().int().tolist()]
+    share = max(1, tokens // count)
     inputs: dict[int, dict[str, list[Tensor]]] = {block.index: {} for block in blocks}
     sampled = torch.zeros(0, dtype=torch.long)
 

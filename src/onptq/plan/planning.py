@@ -22,6 +22,7 @@ from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts
 from onptq.data.prompts import Prompt
 from onptq.engine.budget import Budgets, Held
 from onptq.errors import OnPTQError
+from onptq.methods.experts import check_method
 from onptq.models.processing import PromptProcessor, context_length
 from onptq.plan.estimate import Memory
 from onptq.plan.machine import Machine, this_machine
@@ -190,6 +191,7 @@ def _check(source: Source, parts: Parts, recipe: Recipe, out: Path | None) -> No
         source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
     )
     check_groups(checkpoint, decoder, scheme)
+    check_method(recipe.init, source.family)
     source.storage()
     if out is not None:
         check_apart(source.folder, out)

@@ -11,6 +11,7 @@ from onptq.cycle.branch import ROW_TOKENS
 from onptq.engine.budget import Held
 from onptq.methods.layerwise import RESPONSE_TOKENS
 from onptq.methods.search import RATIOS, SAMPLE_TOKENS, STRENGTHS
+from onptq.models.structure import LINEARS
 from onptq.plan.machine import Gpu
 from onptq.plan.parts import Shapes
 from onptq.plan.work import Work
@@ -34,7 +35,10 @@ class Pace:
     token: float
 
     def __mul__(self, times: float) -> Pace:
-        return Pace(times * self.forward, times * self.token)
+        return self.scaled(times, times)
+
+    def scaled(self, forward: float, token: float) -> Pace:
+        return Pace(forward * self.forward, token * self.token)
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,15 @@ def datasheet_rates(gpu: Gpu, shapes: Shapes, keep: Held) -> Rates:
     """The rates of a GPU that is not here, in 16 bits. `keep` says what is held of Q's weights."""
     flops, bandwidth = SHARE_OF_PEAK * gpu.bf16 * 1e12, gpu.bandwidth * 1e9
     read = 2 * shapes.block / bandwidth
-    dense = Pace(STARTED + read, 2 * shapes.block / flops)
+    routed = shapes.active < shapes.block
+    started = STARTED * (shapes.modules / len(LINEARS) if routed else 1)  # experts one after another
+    dense = Pace(started + read, 2 * shapes.active / flops)
     token = dense.token * (gpu.bf16 / gpu.int8 if keep == "integers" else 1)
     weights = read if keep in ("integers", "floats") else WEIGHT_PASSES * read
-    learning = Pace(STARTED + WEIGHT_PASSES * read, dense.token) * LEARNING
+    learning = Pace(started + WEIGHT_PASSES * read, dense.token) * LEARNING
     state = shapes.vocabulary * (2 * shapes.hidden / flops + LOGIT_PASSES * 4 / bandwidth)
-    return Rates(dense, Pace(STARTED + weights, token), Pace(REPLAYED + weights, token), learning, learning, state)
+    decoding = Pace((started if routed else REPLAYED) + weights, token)  # which experts is not known in advance
+    return Rates(dense, Pace(started + weights, token), decoding, learning, learning, state)
 
 
 @dataclass(frozen=True)
