@@ -406,6 +406,11 @@ CLASSES = {
         published={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
         torchvision=True,
     ),
+}
+
+
+# With experts, whose checkpoints transformers reloads otherwise than OnPTQ.
+SPARSE = {
     "qwen3_moe": RandomClass(
         "qwen3_moe",
         lambda ids: TEXT | EXPERTS | {"mlp_only_layers": [], "decoder_sparse_step": 1},
@@ -440,6 +445,28 @@ CLASSES = {
         "<|vision_start|><|image_pad|><|vision_end|>",
         towers=("visual",),
     ),
+    "glm4v_moe": RandomClass(
+        "glm4v_moe",
+        lambda ids: {
+            "text_config": TEXT
+            | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1}
+            | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+            | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False}
+            | {
+                "model_type": "glm4v_moe_text",
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                | {"mrope_section": [2, 3, 3]},
+            },
+            **{name: value for name, value in CLASSES["glm4v"].config(ids).items() if name != "text_config"},
+        },
+        CLASSES["glm4v"].processor,
+        CLASSES["glm4v"].images,
+        CLASSES["glm4v"].special,
+        CLASSES["glm4v"].part,
+        CLASSES["glm4v"].roles,
+        towers=("visual",),
+        torchvision=True,
+    ),
 }
 
 
@@ -461,7 +488,7 @@ def write_class(name: str, folder: Path, prompts: int = PROMPTS) -> Path:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    made = (CLASSES | REFUSED)[name]
+    made = (CLASSES | SPARSE | REFUSED)[name]
     folder.mkdir(parents=True, exist_ok=True)
     tokens = TokenSet(
         special=(*QWEN.special, *made.special),

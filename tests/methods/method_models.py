@@ -20,7 +20,7 @@ from onptq.models.decoder import Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.processing import PromptProcessor
 from onptq.models.structure import Block
-from onptq.quantizer.folded import Folded, FoldedLinear
+from onptq.quantizer.folded import Folded
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
 from onptq.schemes import Scheme

@@ -30,10 +30,7 @@ PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # layer types of transformers
 POSITIONS, SHARED = "position_ids", "shared_kv_states"  # arguments that some attentions require
 BEFORE_MLP = "pre_feedforward_layernorm"
-EXPERTS, UP_DOWN = (
-    "mlp.experts.",
-    "up_down",
-)  # names of an expert's linears begin, and those of its pair end, with these
+EXPERTS, UP_DOWN = "mlp.experts.", "up_down"  # how an expert's names begin, and how that of its pair ends
 PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
 IN_ORDER = ("norm_qkv", "v_o", "norm_gate_up", "up_down")  # as a block runs them
 READERS = {pair: PAIRS[pair][1] for pair in IN_ORDER}
