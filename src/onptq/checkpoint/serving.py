@@ -230,24 +230,29 @@ TABLE: Mapping[str, tuple[Served, ...]] = {
     "MXFP8": _MXFP8,
 }
 
+_CPU_EXPERTS = "int4 x int8 experts are for CPUs alone"
+
 # Group sizes each kernel lists, beside one scale per row. The CPU's kernel takes any even size.
 GROUPS = {"Marlin": (32, 64, 128), "Machete": (64, 128)}
 ZERO_POINT_BITS = {"Marlin": (4,), "Machete": (4, 8), "CPUWNA16": (4,)}
 
 
-def serving(scheme: Scheme) -> list[Served]:
-    """Every way that is known to load a checkpoint of the scheme as OnPTQ writes it, transformers first."""
+def serving(scheme: Scheme, experts: bool = False) -> list[Served]:
+    """Every way that is known to load a checkpoint of the scheme as OnPTQ writes it, transformers first.
+
+    `experts`: of a model that has some."""
     if scheme.simulated:
-        return [_simulation(), _unserved(scheme)]
-    rows = TABLE[scheme.kind]
-    return [_simulation(), *(_fitted(row, scheme) for row in rows)]
+        return [_simulation(experts), _unserved(scheme)]
+    rows = [_fitted(row, scheme) for row in TABLE[scheme.kind]]
+    return [_simulation(experts), *(_of_experts(row, scheme) if experts else row for row in rows)]
 
 
-def recommended(scheme: Scheme) -> Served | None:
+def recommended(scheme: Scheme, experts: bool = False) -> Served | None:
     """The best known way to serve the scheme with vLLM on a recent GPU; None where only a simulation exists."""
     if scheme.simulated:
         return None
-    rows = [row for gpu in (HOPPER, BLACKWELL) for row in serving(scheme) if (row.server, row.hardware) == (VLLM, gpu)]
+    every = serving(scheme, experts)
+    rows = [row for gpu in (HOPPER, BLACKWELL) for row in every if (row.server, row.hardware) == (VLLM, gpu)]
     return next((row for row in rows if row.verdict == "serves"), rows[0])
 
 
@@ -255,9 +260,23 @@ def serve_command(folder: str, switch: str | None) -> str:
     return " ".join(("vllm serve", folder, *((switch,) if switch else ())))
 
 
-def _simulation() -> Served:
+def _simulation(experts: bool) -> Served:
     note = "exact, with compressed-tensors installed; no faster and no smaller in memory than the source"
+    if experts:
+        note = (
+            "exact by OnPTQ's loader, as the model card shows; by itself it wants the experts of a layer in one tensor"
+        )
     return Served(TRANSFORMERS, "any", "simulates", None, "rounded values, unpacked", "run", note=note)
+
+
+def _of_experts(row: Served, scheme: Scheme) -> Served:
+    """A row of a dense model, for one with experts: vLLM has other kernels for these, and nothing of it was run."""
+    if scheme.kind == "W4A8" and row.hardware not in (CPU, CPU_AMX):
+        return replace(row, verdict="refuses", kernel=None, computes="nothing", evidence="read", note=_CPU_EXPERTS)
+    if row.verdict == "refuses":
+        return row
+    note = "; ".join(part for part in (row.note, "experts have kernels of their own, which were not run") if part)
+    return replace(row, evidence="read", note=note)
 
 
 def _unserved(scheme: Scheme) -> Served:

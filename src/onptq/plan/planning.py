@@ -147,6 +147,7 @@ def make_plan(
         parts = find_parts(source, scheme)
         unmatched = (f"the ignore pattern {pattern} matches no tensor" for pattern in parts.unmatched)
         plan = replace(plan, family=source.family.name, parts=parts, warnings=tuple(unmatched))
+        plan = replace(plan, serving=tuple(serving(scheme, source.family.has_experts)))
         _check(source, parts, recipe, out)
         processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
         processor(probe_prompt(source.family.modalities))  # a chat template that takes all media
