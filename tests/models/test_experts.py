@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_classes import SHORT, TORCHVISION, Interrupted
 from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeDecoderLayer, Qwen3MoeExperts
 
 import onptq
 from onptq.bank import Trajectory
@@ -97,10 +98,10 @@ def test_each_token_gets_the_weighted_sum_of_its_experts() -> None:
     """Token by token and expert by expert, in float64."""
     draw = torch.Generator().manual_seed(0)
     experts, hidden, inner, tokens = 5, 8, 6, 11
-    fused = torch.nn.Module()
-    fused.gate_up_proj = torch.nn.Parameter(torch.randn(experts, 2 * inner, hidden, generator=draw).double())
-    fused.down_proj = torch.nn.Parameter(torch.randn(experts, hidden, inner, generator=draw).double())
-    fused.act_fn = torch.nn.SiLU()
+    config = Qwen3MoeConfig(hidden_size=hidden, num_experts=experts, moe_intermediate_size=inner)
+    fused = Qwen3MoeExperts(config).double()
+    for weight in (fused.gate_up_proj, fused.down_proj):
+        weight.data = torch.randn(weight.shape, generator=draw).double()
     layer = linearize(torch.nn.ModuleDict({"experts": fused}))["experts"]
     assert isinstance(layer, Experts)
     x = torch.randn(tokens, hidden, generator=draw).double()
@@ -116,8 +117,20 @@ def test_each_token_gets_the_weighted_sum_of_its_experts() -> None:
     out = layer(x, index, weights)
     assert np.allclose(out.detach().numpy(), expected, atol=1e-12)
     out.sum().backward()
-    assert layer[0].up_proj.weight.grad is not None
-    assert layer[experts - 1].up_proj.weight.grad is None
+    assert layer.get_parameter("0.up_proj.weight").grad is not None
+    assert layer.get_parameter(f"{experts - 1}.up_proj.weight").grad is None
+
+
+def test_experts_that_gate_otherwise_are_left_alone() -> None:
+    class Clamped(Qwen3MoeExperts):
+        def _apply_gate(self, both: Tensor) -> Tensor:
+            gate, up = both.chunk(2, dim=-1)
+            return self.act_fn(gate).clamp(max=7) * up  # type: ignore[no-any-return]
+
+    config = Qwen3MoeConfig(hidden_size=8, num_experts=2, moe_intermediate_size=6)
+    layer = linearize(torch.nn.ModuleDict({"usual": Qwen3MoeExperts(config), "clamped": Clamped(config)}))
+    assert isinstance(layer["usual"], Experts)
+    assert isinstance(layer["clamped"], Clamped)
 
 
 def test_experts_have_names_of_their_own_however_they_are_stored(made: Callable[[str], Tiny]) -> None:
@@ -142,7 +155,7 @@ def test_a_router_follows_its_norm_and_stays_16_bit(made: Callable[[str], Tiny])
     theta = random_theta(policy)
     policy.freeze(theta)
     folded = dict(policy.folded())
-    dense = block.child("mlp.gate").weight.float()
+    dense = block.module.get_parameter("mlp.gate.inner.weight").float()
     expected = (dense * theta.smoothing["layers.0.norm_gate_up"].exp()).to(torch.bfloat16)
     assert torch.equal(folded["layers.0.mlp.gate"].weight, expected)  # type: ignore[union-attr]
 
@@ -184,8 +197,6 @@ def test_the_engine_sees_what_the_class_sees_and_branches_as_it_would(name: str,
 
 
 def test_routes_replace_the_choice_of_a_router_and_not_its_weights() -> None:
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeDecoderLayer
-
     config = Qwen3MoeConfig(
         hidden_size=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8, num_attention_heads=2
     )
@@ -259,8 +270,10 @@ def test_gradients_reach_experts_through_checkpointed_blocks_under_given_routes(
             loss.backward()
         gradients.append({key: u.grad for key, u in theta.smoothing.items()})
     for key, gradient in gradients[0].items():
+        again = gradients[1][key]
         assert gradient is not None, key
-        assert torch.allclose(gradient, gradients[1][key]), key
+        assert again is not None, key
+        assert torch.allclose(gradient, again), key
 
 
 # --- methods ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from onptq.quantizer.policy import Policy
 def expert_summary(cycle: Cycle) -> dict[str, Any]:
     """`tokens` of each expert by layer, in the calibration prompts and the last responses to them, as D routes them; and the
     `cold` experts. Empty for a model without experts."""
-    if all(block.experts is None for block in cycle.policy.structure.blocks):
+    if not cycle.policy.structure.routed:
         return {}
     sequences: Sequence[EncodedPrompt] = cycle.inputs.prompts
     if rounds := cycle.recipe.rounds:

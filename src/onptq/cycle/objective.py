@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import overload
 
 import numpy as np
@@ -182,7 +183,8 @@ class Targets:
             blocks: list[Tensor] = []
             routes = self._routes[key] = {}
             layers = [block.module for block in self.policy.structure.blocks]
-            with self.policy.speaking("D"), observing_routes(layers, routes.__setitem__):
+            follow = partial(_keep_route, routes)
+            with self.policy.speaking("D"), observing_routes(layers, follow):
                 self.policy.run(
                     whole_prompts(PromptBatch.of([sequence])), observe=lambda _, hidden: blocks.append(hidden[0])
                 )
@@ -195,6 +197,10 @@ class Targets:
     def routes(self, sequence: EncodedPrompt) -> Mapping[int, Tensor]:
         """The experts [S, k] to which D's routers send the tokens of a sequence whose target is known, by block."""
         return self._routes[sequence.ordinal, sequence.length]
+
+
+def _keep_route(routes: dict[int, Tensor], block: int, index: Tensor) -> None:
+    routes[block] = index.short()
 
 
 def _routes(targets: Targets, items: Sequence[UpdateSequence]) -> dict[int, Tensor]:

@@ -72,8 +72,9 @@ class Decoding:
 
 
 def replays(policy: LanguageModel, limit: int) -> bool:
-    """Whether steps are recorded: a replayed step reads all slots, any other only those that are written."""
-    return policy.device.type == "cuda" and limit > WARM_UP + MIN_REPLAYS
+    """Whether steps are recorded: a replayed step reads all slots, any other only those that are written. Experts are chosen
+    anew in every step."""
+    return policy.device.type == "cuda" and limit > WARM_UP + MIN_REPLAYS and not policy.structure.routed
 
 
 def _recorded(step: Callable[[], None]) -> Callable[[], None]:

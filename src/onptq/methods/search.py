@@ -86,7 +86,7 @@ def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[in
     Of so many sequences that each would give too few tokens, some are taken, spread evenly as well.
     """
     blocks = policy.structure.blocks
-    tokens = ROUTED_TOKENS if any(block.experts is not None for block in blocks) else SAMPLE_TOKENS
+    tokens = ROUTED_TOKENS if policy.structure.routed else SAMPLE_TOKENS
     count = min(len(sequences), max(1, tokens // LEAST_TOKENS))
     sequences = [sequences[index] for index in torch.linspace(0, len(sequences) - 1, count).round().int().tolist()]
     share = max(1, tokens // count)

@@ -78,15 +78,26 @@ def linearized(model_class: type[Model]) -> type[Model]:
     return Linearized
 
 
-def _is_fused(module: nn.Module) -> bool:
-    """Whether it holds gated experts as [E, 2 I, H] and [E, H, I], without biases."""
+def _is_fused(module: Any) -> bool:
+    """Whether it holds experts as [E, 2 I, H] and [E, H, I], without biases, gated as an MLP is."""
     gate_up, down = (module._parameters.get(name) for name in (GATE_UP, DOWN))
     if gate_up is None or down is None or set(module._parameters) != {GATE_UP, DOWN} or not hasattr(module, "act_fn"):
         return False
     if gate_up.dim() != 3 or down.dim() != 3 or getattr(module, "is_transposed", False):
         return False
     experts, rows, hidden = gate_up.shape
-    return down.shape == (experts, hidden, rows // 2)
+    return down.shape == (experts, hidden, rows // 2) and _gates_alike(module, rows)
+
+
+@torch.no_grad()
+def _gates_alike(module: Any, rows: int) -> bool:
+    """Whether the class's gate, which some clamp or interleave, is act_fn(gate) * up."""
+    if not hasattr(module, "_apply_gate") or getattr(module, "has_post_expert_norm", False):
+        return False
+    both = torch.linspace(-100, 100, 3 * rows, device="cpu")[torch.arange(3 * rows, device="cpu") * 7 % (3 * rows)]
+    both = both.view(3, rows)
+    gate, up = both.chunk(2, dim=-1)
+    return torch.equal(module._apply_gate(both), module.act_fn(gate) * up)
 
 
 def _unfused(module: Any) -> Experts:

@@ -101,6 +101,10 @@ class Block:
         return self.module.get_submodule("mlp") if routed else self.child(self.consumers(pair)[0])
 
     @cached_property
+    def _out_of(self) -> dict[str, str]:
+        return {name: pair for pair, name in reversed(list(self.producers.items()))}  # of two the first
+
+    @cached_property
     def _into(self) -> dict[str, str]:
         return {name: pair for pair in self.readers for name in (*self.consumers(pair), *self.followers(pair))}
 
@@ -113,7 +117,7 @@ class Block:
 
     def pair_out_of(self, producer: str) -> str | None:
         """The pair whose smoothing divides what a norm or linear emits; None where nothing is divided."""
-        return next((pair for pair, name in self.producers.items() if name == producer), None)
+        return self._out_of.get(producer)
 
     @property
     def groups(self) -> int:
@@ -152,6 +156,11 @@ class Structure:
     def types(self) -> tuple[str, ...]:
         """The layer types that it has."""
         return tuple(dict.fromkeys(block.layer_type for block in self.blocks))
+
+    @property
+    def routed(self) -> bool:
+        """Whether tokens go to experts that only the values decide."""
+        return any(block.experts is not None for block in self.blocks)
 
     @property
     def narrowed(self) -> bool:
