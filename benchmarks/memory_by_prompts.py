@@ -1,9 +1,9 @@
-"""Memory and time of a whole run by the number of calibration prompts, on a small random model.
+"""Memory and time of a whole run and of its page by the number of calibration prompts, on a small random model.
 
     python benchmarks/memory_by_prompts.py [--prompts 128 1024 8192] [--tokens 64] [--json FILE] [--svg FILE]
 
-Every number of prompts is a run of its own, in a process of its own, with an eighth of a GiB for caches. The peak is the most
-that the process has held, Python and libraries included. Needs `onptq[figures]` for --svg.
+Every number of prompts is a run of its own, in a process of its own, with an eighth of a GiB for caches; then a process makes
+the page of the run. A peak is the most that a process has held, Python and libraries included. Needs `onptq[figures]` for --svg.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,13 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onptq.page.vega import BLUE, category, picture, quantity, values, write_svg
+from onptq.page.vega import category, coloured, picture, quantity, values, write_svg
 from onptq.run import LOG, run_home
 from onptq.zoo.random import write_random
 
 HELD_OUT = 24
 MEBI = 2**20
-RUN = "from onptq.cli import main; main()"
+SIDES = ["the run", "its page"]
+COMMAND = (sys.executable, "-c", "from onptq.cli import main; main()")
 SETTINGS = {
     "init": "search",
     "data.holdout": HELD_OUT,
@@ -57,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         runs = [measure(model, Path(folder) / str(count), count, given.tokens) for count in sorted(given.prompts)]
     for run in runs:
-        print(f"{run['prompts']:>8} prompts  {run['peak_bytes'] / MEBI:8.0f} MiB  {run['seconds']:8.1f} s")
+        print(
+            f"{run['prompts']:>8} prompts  {run['peak_bytes'] / MEBI:8.0f} MiB {run['seconds']:8.1f} s"
+            f"  page {run['page_peak_bytes'] / MEBI:8.0f} MiB {run['page_seconds']:8.1f} s"
+        )
     result = {"tokens": given.tokens, "settings": SETTINGS, "runs": runs}
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -67,32 +70,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(model: Path, out: Path, prompts: int, tokens: int) -> dict[str, Any]:
-    """The peak of a run in bytes, after each phase too, and its seconds."""
+    """Peaks in bytes and seconds of a run, after each of its phases too, and of its page."""
     settings = SETTINGS | {"data.prompts": prompts, "follow.max_tokens": tokens}
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
     manifest = ["--calibration", str(model / "prompts.jsonl"), "--out", str(out), "--no-verify", "--quiet"]
-    started = time.monotonic()
-    command = [sys.executable, "-c", RUN, "quantize", str(model), *manifest, *words]
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    seconds = time.monotonic() - started
+    seconds, peak = timed(["quantize", str(model), *manifest, *words])
     events = [json.loads(line) for line in (run_home(out) / LOG).read_text(encoding="utf-8").splitlines()]
     phases = {event["phase"]: event["peak_bytes"] for event in events if "peak_bytes" in event}
-    return {"prompts": prompts, "peak_bytes": max(phases.values()), "seconds": seconds, "phases": phases}
+    page_seconds, page_peak = timed(["report", str(out), "--quiet"])
+    page = {"page_seconds": page_seconds, "page_peak_bytes": page_peak}
+    return {"prompts": prompts, "peak_bytes": peak, "seconds": seconds, **page, "phases": phases}
+
+
+def timed(words: Sequence[str]) -> tuple[float, int]:
+    """Seconds of a command, and the most bytes that its process held."""
+    started = time.monotonic()
+    child = os.posix_spawn(sys.executable, [*COMMAND, *words], os.environ | {"OMP_NUM_THREADS": "1"})
+    _, status, usage = os.wait4(child, 0)
+    if os.waitstatus_to_exitcode(status) != 0:
+        raise SystemExit(f"onptq {' '.join(words)} failed")
+    return time.monotonic() - started, usage.ru_maxrss * 1024
 
 
 def draw(runs: Sequence[dict[str, Any]], file: Path) -> None:
-    rows = [{"prompts": f"{run['prompts']:,}", "mib": run["peak_bytes"] / MEBI} for run in runs]
+    rows = [
+        {"prompts": f"{run['prompts']:,}", "of": name, "mib": run[key] / MEBI}
+        for run in runs
+        for name, key in zip(SIDES, ("peak_bytes", "page_peak_bytes"), strict=True)
+    ]
     body = {
         "data": values(rows),
-        "mark": {"type": "bar", "color": BLUE},
+        "mark": {"type": "bar"},
         "encoding": {
             "x": category(
-                "prompts", "calibration prompts", sort=[row["prompts"] for row in rows], axis={"labelAngle": 0}
+                "prompts",
+                "calibration prompts",
+                sort=[f"{run['prompts']:,}" for run in runs],
+                axis={"labelAngle": 0},
             ),
+            "xOffset": {"field": "of", "sort": SIDES},
+            "color": coloured("of", SIDES),
             "y": quantity("mib", "most memory of the process, MiB", scale={"zero": True}),
         },
     }
-    write_svg(picture("memory", "Memory by prompts", "Peak of a whole run.", body), file)
+    write_svg(picture("memory", "Memory by prompts", "Peaks of a whole run and of its page.", body), file)
 
 
 if __name__ == "__main__":

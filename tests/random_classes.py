@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from onptq.models.derived import model_class
 from onptq.zoo.media import write_prompts
@@ -58,6 +59,7 @@ class RandomClass:
     published: Mapping[str, Any] = field(default_factory=dict)  # of the text config, where defaults are no checkpoint's
     torchvision: bool = False  # whether its processor needs it
     modalities: frozenset[str] = frozenset({"text", "image"})
+    others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tensors that its class does not load
 
 
 def _qwen_text(**changes: Any) -> JSON:
@@ -331,6 +333,34 @@ CLASSES = {
         published={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True},
         torchvision=True,
     ),
+    "qwen3_5": RandomClass(
+        "qwen3_5",
+        lambda ids: {
+            "text_config": TEXT
+            | {"model_type": "qwen3_5_text", "num_hidden_layers": 4}
+            | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+            | {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+            | {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+            },
+            "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+            | {"out_hidden_size": 64, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+            | {"num_position_embeddings": 64},
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "vision_start_token_id": ids["<|vision_start|>"],
+            "vision_end_token_id": ids["<|vision_end|>"],
+        },
+        {"processor_class": "Qwen3VLProcessor"},
+        {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+        | {"size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}},
+        (),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        towers=("visual", "mtp"),
+        others={"mtp.fc.weight": (64, 128), "mtp.norm.weight": (64,)}
+        | {"mtp.layers.0.self_attn.q_proj.weight": (128, 64), "mtp.layers.0.mlp.gate_proj.weight": (128, 64)},
+    ),
     "llava_onevision": RandomClass(
         "llava_onevision",
         lambda ids: {
@@ -411,6 +441,16 @@ CLASSES = {
 
 # With experts, whose checkpoints transformers reloads otherwise than OnPTQ.
 SPARSE = {
+    "qwen3_5_moe": replace(
+        CLASSES["qwen3_5"],
+        model_type="qwen3_5_moe",
+        config=lambda ids: {
+            **CLASSES["qwen3_5"].config(ids),
+            "text_config": CLASSES["qwen3_5"].config(ids)["text_config"]
+            | EXPERTS
+            | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 96},
+        },
+    ),
     "qwen3_moe": RandomClass(
         "qwen3_moe",
         lambda ids: TEXT | EXPERTS | {"mlp_only_layers": [], "decoder_sparse_step": 1},
@@ -508,6 +548,10 @@ def write_class(name: str, folder: Path, prompts: int = PROMPTS) -> Path:
         silent = [ids[token] for token in tokens.special if token not in tokens.stops]
         model.get_output_embeddings().weight.data[silent] = 0  # no response has a placeholder
     model.to(torch.bfloat16).save_pretrained(folder)
+    if made.others:
+        weights = folder / "model.safetensors"
+        others = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in made.others.items()}
+        save_file(load_file(weights) | others, weights, metadata={"format": "pt"})
     if made.images:
         (folder / "preprocessor_config.json").write_text(json.dumps(made.processor | made.images | MEAN))
         (folder / "processor_config.json").write_text(json.dumps(made.processor))

@@ -195,11 +195,13 @@ def test_every_command_of_the_page_works_where_its_names_are_known(
     for recipe in code(EXTENDING / f"{name}.md", "yaml"):
         (tmp_path / "probability.yaml").write_text(recipe)
     execute(definitions(name), model)
+    others = tmp_path / "others.jsonl"
+    others.write_text('{"text": "What is a comet?"}\n{"text": "Name a color."}\n')
     arguments = {"MODEL": str(model), "QUANTIZED": "rtn:W3A8", "prompts.jsonl": prompts}
     for number, call in enumerate(calls(name)):
         words = [arguments.get(word, word) for word in call] + shlex.split(SMALLER.get(call[0], ""))
         if call[0] == "compare":
-            words += ["--out", f"compared-{number}", *([] if "--tasks" in words else ["--manifest", prompts])]
+            words += ["--out", f"compared-{number}", *([] if "--tasks" in words else ["--manifest", str(others)])]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, (call, done.output, done.exception)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -60,7 +61,7 @@ FIGURES = {"states", "mismatches", "near_misses", "mismatch_percent", "erosion",
 
 def recipe(changes: Mapping[str, Any] | None = None, **fields: Any) -> Recipe:
     chosen = TINY | dict(changes or {}) | fields
-    return Recipe.preset("default", {k: v for k, v in chosen.items() if k != "init" or chosen.get("method") != "rtn"})
+    return Recipe.preset("risk", {k: v for k, v in chosen.items() if k != "init" or chosen.get("method") != "rtn"})
 
 
 def options(changes: Mapping[str, Any]) -> list[str]:
@@ -113,7 +114,7 @@ def quantize(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Quantize:
     done: dict[str, Path] = {}
 
     def get(changes: Mapping[str, Any] | None = None, *, verify: bool = False) -> Path:
-        wanted = Recipe.preset("default", MOVING | dict(changes or {}))
+        wanted = Recipe.preset("risk", MOVING | dict(changes or {}))
         key = f"{wanted.to_yaml()}{verify}"
         if key not in done:
             done[key] = tmp_path_factory.mktemp("run")
@@ -205,7 +206,7 @@ def test_floats_are_calibrated_written_and_verified(scheme: str, stored: str, wi
 
 def test_rounding_to_nearest_needs_no_prompts_and_prompts_only_measure_it(small: Path, tmp_path: Path) -> None:
     alone, measured = tmp_path / "alone", tmp_path / "measured"
-    plain = Recipe.preset("default", {"method": "rtn", "data.prompts": 4, "data.holdout": 2, "follow.max_tokens": 8})
+    plain = Recipe.preset("risk", {"method": "rtn", "data.prompts": 4, "data.holdout": 2, "follow.max_tokens": 8})
     one = onptq.quantize(small, alone, recipe=plain)
     two = onptq.quantize(small, measured, recipe=plain, calibration=small / "prompts.jsonl")
     assert (alone / "model.safetensors").read_bytes() == (measured / "model.safetensors").read_bytes()
@@ -377,7 +378,7 @@ TERMS = ("anchor", "hidden", "pair", "response")
 )
 def test_every_loss_option_enters_the_loss_and_moves_theta(changes: dict[str, Any], quantize: Quantize) -> None:
     run = quantize(changes)
-    cfg = Recipe.preset("default", MOVING | changes).calibrate
+    cfg = Recipe.preset("risk", MOVING | changes).calibrate
     steps = events(run, "step")
     assert len(steps) == 2
     for step in steps:
@@ -478,7 +479,7 @@ def test_few_prompts_are_warned_of_where_they_calibrate(small: Path, tmp_path: P
     [warning] = [text for text in reporter.warnings if "prompts are few" in text]
     assert warning.startswith("4 calibration and 2 held-out prompts are few: calibration may not help")
     reporter = Listening()
-    plain = Recipe.preset("default", {"method": "rtn", "follow.max_tokens": 2})
+    plain = Recipe.preset("risk", {"method": "rtn", "follow.max_tokens": 2})
     onptq.quantize(small, tmp_path / "rtn", recipe=plain, reporter=reporter, **given)
     assert reporter.warnings == []
 
@@ -491,12 +492,18 @@ def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-@pytest.mark.parametrize("damage", [Path.unlink, cut, zero], ids=["gone", "cut", "zeroed"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *itertools.product(("model.safetensors", "config.json"), (Path.unlink, cut, zero)),
+        *itertools.product(("tokenizer.json", "chat_template.jinja", "preprocessor_config.json"), (Path.unlink,)),
+        ("tokenizer_config.json", cut),
+    ],
+)
 def test_a_finished_run_writes_a_damaged_checkpoint_again(
     name: str, damage: Callable[[Path], None], small: Path, tmp_path: Path
 ) -> None:
-    plain = Recipe.preset("default", {"method": "rtn"})
+    plain = Recipe.preset("risk", {"method": "rtn"})
 
     def quantize() -> Listening:
         reporter = Listening()
@@ -510,6 +517,7 @@ def test_a_finished_run_writes_a_damaged_checkpoint_again(
     assert str(tmp_path / name) in warning
     assert "is written again" in warning
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    (tmp_path / "README.md").write_text("a card of one's own")
     again = quantize()
     assert (again.warnings, again.phases) == ([], ["Hash the model"])
 
@@ -521,7 +529,7 @@ def test_eos_as_max_counts_a_forced_end_as_the_largest_consequence(small: Path, 
     (model / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": list(range(512))}))
     banks = {}
     for largest in (False, True):
-        chosen = Recipe.preset("default", MOVING | {"branch.eos_as_max": largest})
+        chosen = Recipe.preset("risk", MOVING | {"branch.eos_as_max": largest})
         onptq.quantize(model, tmp_path / str(largest), calibration=small / "prompts.jsonl", recipe=chosen, verify=False)
         banks[largest] = bank(tmp_path / str(largest))
     assert len(banks[True]) == 4  # one state for each prompt: its first token ends it
@@ -548,7 +556,7 @@ def test_how_quantized_weights_are_held_does_not_change_the_result(
 ) -> None:
     default = quantize({"rounds": 2})
     monkeypatch.setattr("onptq.engine.budget.keep_of_q", lambda *_: keep)
-    chosen = Recipe.preset("default", MOVING | {"rounds": 2})
+    chosen = Recipe.preset("risk", MOVING | {"rounds": 2})
     onptq.quantize(small, tmp_path, calibration=small / "prompts.jsonl", recipe=chosen)
     assert (tmp_path / "model.safetensors").read_bytes() == (default / "model.safetensors").read_bytes()
     files = [f"rounds/{k}/{name}.parquet" for k in (0, 1) for name in ("bank", "trajectories")]
@@ -569,7 +577,7 @@ def test_rollouts_in_integers_end_in_the_checkpoint_that_a_simulation_reloads(
 
     monkeypatch.setattr(LowBitLinear, "forward", forward)
     monkeypatch.setattr("onptq.engine.budget.keep_of_q", lambda *_: "integers")
-    chosen = Recipe.preset("default", MOVING | {"rounds": 2})
+    chosen = Recipe.preset("risk", MOVING | {"rounds": 2})
     result = onptq.quantize(small, tmp_path, calibration=small / "prompts.jsonl", recipe=chosen)
     assert len(multiplied) > 100
     assert result.summary["verification"]["max_abs_difference"] == 0.0
@@ -625,7 +633,7 @@ def test_prompts_can_be_given_as_objects_and_held_out_ones_apart(
     drawn = {row["id"] for row in rows if row["role"] == "calibration"}
     prompts = [prompt for prompt in load_manifest(small / "prompts.jsonl") if prompt.id in drawn]
     assert len(prompts) == 4
-    chosen = Recipe.preset("default", MOVING)
+    chosen = Recipe.preset("risk", MOVING)
     onptq.quantize(small, tmp_path / "same", calibration=prompts, recipe=chosen, verify=False)
     assert theta_bytes(tmp_path / "same") == theta_bytes(quantize())
     (tmp_path / "apart.jsonl").write_text('{"id": "other", "text": "Which colour is the sea?"}\n')
@@ -649,7 +657,7 @@ def first_prompts(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A run on the first prompts of the manifest, as contract 1 took them; since, prompts are drawn."""
     out = tmp_path_factory.mktemp("first") / "run"
     prompts = load_manifest(small / "prompts.jsonl")
-    chosen = Recipe.preset("default", MOVING | {"rounds": 2})
+    chosen = Recipe.preset("risk", MOVING | {"rounds": 2})
     onptq.quantize(small, out, calibration=prompts[:4], holdout=prompts[4:], recipe=chosen, verify=False)
     return out
 
@@ -676,7 +684,7 @@ def as_contract_1(run: Path, folder: Path, *, finished: bool) -> Path:
 def test_a_finished_run_of_contract_1_is_shown_as_it_was(small: Path, first_prompts: Path, tmp_path: Path) -> None:
     run = as_contract_1(first_prompts, tmp_path, finished=True)
     reporter = Listening()
-    chosen = Recipe.preset("default", MOVING | {"rounds": 2})
+    chosen = Recipe.preset("risk", MOVING | {"rounds": 2})
     result = onptq.quantize(small, run, calibration=small / "prompts.jsonl", recipe=chosen, reporter=reporter)
     assert result.summary == json.loads((run / "onptq" / "summary.json").read_text())
     assert reporter.phases == ["Hash the model"]
@@ -687,7 +695,7 @@ def test_a_finished_run_of_contract_1_is_shown_as_it_was(small: Path, first_prom
 def test_an_unfinished_run_of_contract_1_goes_on_where_it_is(small: Path, first_prompts: Path, tmp_path: Path) -> None:
     run = as_contract_1(first_prompts, tmp_path, finished=False)
     reporter = Listening()
-    chosen = Recipe.preset("default", MOVING | {"rounds": 2})
+    chosen = Recipe.preset("risk", MOVING | {"rounds": 2})
     result = onptq.quantize(
         small, run, calibration=small / "prompts.jsonl", recipe=chosen, reporter=reporter, verify=False
     )
@@ -713,7 +721,7 @@ def test_the_command_line_and_python_give_the_same_bytes_and_quiet_prints_nothin
     out = tmp_path / "run"
     done = command(
         "quantize", small, "--out", out, "--scheme", "W4A8", "--method", "onptq", "--calibration",
-        small / "prompts.jsonl", "--preset", "default", "--quiet", *options(MOVING),
+        small / "prompts.jsonl", "--preset", "risk", "--quiet", *options(MOVING),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     python = quantize({}, verify=True)
@@ -728,7 +736,8 @@ def test_the_command_line_and_python_give_the_same_bytes_and_quiet_prints_nothin
 
 def test_json_prints_one_object_per_line_and_the_summary_last(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = call("quantize", small, "--out", out, "--calibration", small / "prompts.jsonl", "--json", *options(TINY))
+    line = ["quantize", small, "--preset", "risk", "--out", out, "--calibration", small / "prompts.jsonl", "--json"]
+    done = call(*line, *options(TINY))
     assert done.exit_code == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     ended = [line["phase"] for line in lines if line["event"] == "phase" and line["state"] == "end"]

@@ -39,11 +39,26 @@ def test_paper_preset_has_the_papers_numbers() -> None:
     assert (recipe.calibrate.normalize, recipe.data.holdout_share) == ("none", 0.0)
 
 
+def test_the_presets_learn_by_the_response_kl_alone_and_pay_for_no_branch_but_risk_and_paper() -> None:
+    for name in ("light", "default", "best", "zoo"):
+        recipe = Recipe.preset(name)
+        calibrate = recipe.calibrate
+        assert (calibrate.hidden, calibrate.pair, calibrate.response, calibrate.response_over) == (0, 0, 10, "visited")
+        assert not recipe.branches
+    risk, paper = Recipe.preset("risk"), Recipe.preset("paper")
+    assert (risk.branches, risk.calibrate.hidden, risk.calibrate.pair) == (True, 1, 0.02)
+    assert (paper.branches, paper.calibrate.hidden, paper.calibrate.pair, paper.calibrate.response) == (True, 1, 1, 1)
+    assert risk.with_overrides({"calibrate.hidden": 0, "calibrate.pair": 0}) == Recipe.preset("default")
+
+
 def test_light_is_less_work_and_best_is_more_than_default() -> None:
     light, default, best = (Recipe.preset(name) for name in ("light", "default", "best"))
-    assert light.data.prompts < default.data.prompts <= best.data.prompts
+    assert light.data.prompts < default.data.prompts < best.data.prompts
+    assert light.data.holdout < default.data.holdout < best.data.holdout
+    assert light.follow.max_tokens < default.follow.max_tokens <= best.follow.max_tokens
     assert light.select.budget < default.select.budget <= best.select.budget
-    assert light.calibrate.epochs < default.calibrate.epochs < best.calibrate.epochs
+    assert light.calibrate.epochs < default.calibrate.epochs <= best.calibrate.epochs
+    assert (default.calibrate.codes, best.calibrate.codes) == ("settled", "learned")
     assert light.rounds <= default.rounds <= best.rounds
 
 
@@ -215,7 +230,9 @@ def test_a_section_alone_explains_its_errors_too() -> None:
 
 
 def test_an_unknown_preset_is_refused() -> None:
-    with pytest.raises(OnPTQError, match=r"'papper' \(did you mean paper\?\); valid: light, default, best, paper"):
+    with pytest.raises(
+        OnPTQError, match=r"'papper' \(did you mean paper\?\); valid: light, default, best, risk, paper"
+    ):
         Recipe.preset("papper")
 
 
@@ -298,3 +315,10 @@ def test_a_recipe_that_does_not_match_the_pair_weight_reads_as_before_there_was_
     for preset in PRESETS:
         assert "pair_matched" not in Recipe.preset(preset).model_dump()["calibrate"]
     assert Recipe.preset("best", ["calibrate.pair_matched=true"]).model_dump()["calibrate"]["pair_matched"] is True
+
+
+def test_a_largest_consequence_needs_a_divergence_that_has_one() -> None:
+    for name in ("eos_as_max", "count_forced"):
+        assert getattr(Recipe.preset("default", {f"branch.{name}": True}).branch, name)
+        with pytest.raises(OnPTQError, match=rf"branch\.{name} needs .* expected risk\.divergence=js"):
+            Recipe.preset("default", {f"branch.{name}": True, "risk.divergence": "kl"})

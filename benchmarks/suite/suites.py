@@ -47,24 +47,46 @@ METHODS = (
     "rtn", "smoothquant", "awq", "mbq", "qig", "masquant", "blockwise", "gptq", "search", "search+signround",
     "static", "uniform", "onptq",
 )  # fmt: skip
+# Every control beside the method, which is also tried with risk weights and from another init.
+CONTROLS = (
+    "rtn", "awq", "gptq", "smoothquant+gptq", "search+gptq", "signround", "search+signround",
+    "static", "offpolicy", "onptq", "onptq@calibrate.hidden=1,calibrate.pair=0.02", "onptq@init=awq",
+)  # fmt: skip
+ZOO = (
+    "zoo:qwen2.5-vl",
+    "zoo:qwen2.5-vl+outliers",
+    "zoo:qwen3-vl",
+    "zoo:qwen3-vl+outliers",
+    "zoo:qwen2.5-omni",
+)
+SMALL_MODELS = ("calibrate.micro_batch=8", "calibrate.checkpointing=false")  # they leave room
+# Of the published tables: `onptq` is weighted by risk there, `uniform` is the same with equal weights.
+RISK_ON_FEW_PROMPTS = (
+    "data.prompts=128", "data.holdout=32", "follow.max_tokens=64", "calibrate.hidden=1", "calibrate.pair=0.1",
+    "calibrate.epochs=16",
+)  # fmt: skip
 SUITES = {
     suite.name: suite
     for suite in (
         Suite(
             "main",
-            models=(
-                "zoo:qwen2.5-vl",
-                "zoo:qwen2.5-vl+outliers",
-                "zoo:qwen3-vl",
-                "zoo:qwen3-vl+outliers",
-                "zoo:qwen2.5-omni",
-            ),
+            models=ZOO,
             schemes=("W4A16", "W8A8", "W4A8", "W4A6", "W3A8", "W3A6", "W4A4"),
             methods=METHODS,
             items=None,
             prompts=512,
             preset="best",
-            changes=("calibrate.micro_batch=8", "calibrate.checkpointing=false"),  # small models leave room
+            changes=(*SMALL_MODELS, *RISK_ON_FEW_PROMPTS),
+        ),
+        Suite(
+            "controls",
+            models=ZOO,
+            schemes=("W4A8", "W4A6", "W3A8"),
+            methods=CONTROLS,
+            items=None,
+            prompts=512,
+            kind="mix",
+            changes=SMALL_MODELS,
         ),
         Suite(
             "smoke",

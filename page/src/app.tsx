@@ -1,6 +1,7 @@
 /** The whole page: what the reader looks at, in the link; what it shows, from top to bottom. */
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { copy } from "./clipboard";
 import { Comparison } from "./comparison";
 import type { Page } from "./contract";
 import { type CellName, examplesOf, type Filters, NO_FILTERS, type Sort, select } from "./examples";
@@ -42,10 +43,7 @@ export function App({ page }: { page: Page }) {
   };
   const copyLink = () => {
     writeNow(view);
-    navigator.clipboard?.writeText(location.href).then(
-      () => setSaid("Link copied."),
-      () => setSaid("The link is in the address bar."),
-    );
+    copy(location.href).then((done) => setSaid(done ? "Link copied." : "The link is in the address bar."));
   };
 
   useEffect(() => {

@@ -107,6 +107,7 @@ export interface Served {
   gpu: string;
   computes: string;
   command: string;
+  note: string; // on its kernels
 }
 
 export interface Plot {

@@ -15,7 +15,7 @@ export const CHANGES: Change[] = ["same", "reworded", "clear", "content"];
 export const CHANGE_WORDS: Record<Change, string> = {
   same: "same",
   reworded: "reworded",
-  clear: "parts clearly",
+  clear: "clear change",
   content: "says something else",
 };
 export const KIND_WORDS = ["agree", "near miss", "mismatch"] as const;

@@ -78,7 +78,7 @@ export function KeyFigures({ page, candidate }: { page: Page; candidate: Candida
       {noise && noise.value !== null && (
         <p class="hint">
           <Word term="noise floor">Noise floor</Word> {measured(noise.value, unit)} {visible(unit)}
-          {between && ` (${between})`}: the model against itself.
+          {between && ` ${between}`}: the model against itself.
         </p>
       )}
     </div>

@@ -96,7 +96,7 @@ function Choose({ name, all, of, value, onChoice }: Chosen) {
       {all !== undefined && <option value="">{all}: all</option>}
       {of.map(([one, words]) => (
         <option key={one} value={one}>
-          {words}
+          {all !== undefined && one === value ? `${all}: ${words}` : words}
         </option>
       ))}
     </select>

@@ -1,17 +1,19 @@
 /** The flips as a table of two by two, each cell the way to its examples. */
 
 import type { Flips } from "./contract";
-import { CELL_WORDS, type CellName } from "./examples";
+import { CELL_WORDS, CELLS, type CellName } from "./examples";
 import { interval, measured } from "./format";
 import { Word } from "./tooltip";
 
 interface Given {
   flips: Flips;
+  items: number; // how many are graded
   chosen: CellName | "";
   onCell: (cell: CellName) => void;
 }
 
-export function FlipTable({ flips, chosen, onCell }: Given) {
+export function FlipTable({ flips, items, chosen, onCell }: Given) {
+  const judged = CELLS.reduce((sum, name) => sum + flips[name].count, 0);
   const cell = (name: CellName) => {
     const { count, percent } = flips[name];
     const between = count > 0 ? interval(percent, "%") : "";
@@ -27,7 +29,7 @@ export function FlipTable({ flips, chosen, onCell }: Given) {
           <span class="count">{count}</span>
           <span class="what">{CELL_WORDS[name]}</span>
           <span class="share">
-            {measured(percent.value, "%")} %{between && <small> ({between})</small>}
+            {measured(percent.value, "%")} %{between && <small> {between}</small>}
           </span>
         </button>
       </td>
@@ -61,6 +63,8 @@ export function FlipTable({ flips, chosen, onCell }: Given) {
       </table>
       <p class="hint">
         Choose a cell to see its examples. In brackets the <Word term="interval">interval</Word>.
+        {judged < items &&
+          ` Of ${items} graded items these ${judged} are right or wrong; the other ${items - judged} earn points in part.`}
       </p>
     </div>
   );

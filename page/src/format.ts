@@ -25,11 +25,11 @@ export function measured(value: number | null, unit: string): string {
   return number(value, value === null ? 0 : decimals(value, unit));
 }
 
-/** The interval of a figure, with the decimals of its value; empty where it has none. */
+/** The interval of a figure, in brackets, with the decimals of its value; empty where it has none. */
 export function interval(figure: Figure, unit: string): string {
   if (figure.low === null || figure.high === null) return "";
   const digits = decimals(figure.value ?? figure.high, unit);
-  return `${number(figure.low, digits)} to ${number(figure.high, digits)}`;
+  return `[${number(figure.low, digits)}, ${number(figure.high, digits)}]`;
 }
 
 /** A probability in percent. */

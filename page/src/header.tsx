@@ -38,8 +38,8 @@ export function Header({ page, candidate, theme, onCandidate, onTheme, onHelp, o
         </select>
       )}
       <div class="tools">
-        <button type="button" onClick={onCopy} title="Copy a link to what is shown (c)">
-          Copy link
+        <button type="button" onClick={onCopy} aria-label="Copy link" title="Copy a link to what is shown (c)">
+          Copy<span class="wide"> link</span>
         </button>
         <button type="button" onClick={onTheme} title="Theme: as the system, light, dark (t)">
           <span class="wide">Theme: </span>

@@ -31,7 +31,7 @@ export function Inspector({ page, states, tokens, at, onToken }: Given) {
           Token {at + 1} <span class="muted">of {states.kind.length}</span> <code>{name(tokens?.[at])}</code>
         </h4>
         <span class={`kind ${KIND_CLASS[kind]}`}>{KIND_WORDS[kind]}</span>
-        {states.critical[at] && <span class="kind is-critical">critical</span>}
+        {states.critical[at] && <span class="kind is-critical">selected, weight {number(states.weight[at])}</span>}
         <span class="steps">
           <button type="button" disabled={at === 0} onClick={() => onToken(at - 1)} aria-label="Previous token">
             ←
@@ -64,7 +64,9 @@ export function Inspector({ page, states, tokens, at, onToken }: Given) {
         {top ? (
           <Bars top={top} name={name} />
         ) : (
-          <p class="muted">The ten likeliest tokens of this state were not kept.</p>
+          <p class="muted">
+            The ten likeliest tokens of this state were not kept. <code>--set report.detail=full</code> keeps them.
+          </p>
         )}
         <Numbers states={states} at={at} />
       </div>

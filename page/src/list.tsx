@@ -5,7 +5,7 @@ import { CELL_WORDS, CHANGE_WORDS, type Example } from "./examples";
 import { number } from "./format";
 import { visible } from "./text";
 
-const ROW = 56;
+const ROW = 74;
 const SPARE = 6; // rows above and below those in sight
 
 interface Given {
@@ -95,10 +95,11 @@ interface RowGiven {
 }
 
 function Row({ one, at, of, chosen, onExample }: RowGiven) {
-  const facts: string[] = [];
+  const facts: string[] = [one.question.id];
   if (one.kinds[2] > 0) facts.push(`${one.kinds[2]} ${one.kinds[2] === 1 ? "mismatch" : "mismatches"}`);
   if (one.fork !== null) facts.push(`fork ${one.fork + 1}`);
   facts.push(...one.question.kinds.filter((kind) => kind !== "text"), one.question.task);
+  const told = visible(facts.filter(Boolean).join(" · "));
   return (
     // biome-ignore lint/a11y/useKeyWithClickEvents: the list handles the keys of its rows
     // biome-ignore lint/a11y/useFocusableInteractive: the list has the focus and names the active row
@@ -115,8 +116,10 @@ function Row({ one, at, of, chosen, onExample }: RowGiven) {
       <span class="line">{one.line}</span>
       <span class="sub">
         <Badge one={one} />
-        <span class="facts">{visible(facts.join(" · "))}</span>
         {one.risk !== null && <span class="risk">risk {number(one.risk)}</span>}
+      </span>
+      <span class="sub facts" title={told}>
+        {told}
       </span>
     </div>
   );

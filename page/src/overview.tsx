@@ -4,7 +4,7 @@ import type { Candidate, Page, Served } from "./contract";
 import type { CellName } from "./examples";
 import { KeyFigures } from "./figures";
 import { FlipTable } from "./flips";
-import { bytes } from "./format";
+import { bytes, measured } from "./format";
 import { PlotFigure } from "./plots";
 import { Scrolls } from "./scrolls";
 import { label, visible } from "./text";
@@ -29,9 +29,11 @@ export function Overview({ page, candidate, theme, cell, onCell }: Given) {
         <Facts page={page} candidate={candidate} />
       </div>
       <div class="first">
-        {candidate.flips && <FlipTable flips={candidate.flips} chosen={cell} onCell={onCell} />}
+        {candidate.flips && (
+          <FlipTable flips={candidate.flips} items={page.items.length} chosen={cell} onCell={onCell} />
+        )}
         <KeyFigures page={page} candidate={candidate} />
-        {picture && <PlotFigure plot={picture} theme={theme} />}
+        {picture && <PlotFigure plot={picture} theme={theme} chosen={visible(candidate.title)} />}
       </div>
       {candidate.served.length > 0 && <ServedTable served={candidate.served} />}
     </section>
@@ -42,6 +44,8 @@ function Facts({ page, candidate }: { page: Page; candidate: Candidate }) {
   const size = candidate.size_bytes;
   const whole = page.dense_bytes;
   const prompts = candidate.responses.filter((one) => one !== null).length;
+  const seconds = candidate.figures.seconds?.value ?? null;
+  const peak = candidate.figures.peak?.value ?? null;
   return (
     <p class="facts">
       {candidate.scheme && (
@@ -53,6 +57,12 @@ function Facts({ page, candidate }: { page: Page; candidate: Candidate }) {
         <span>
           Size <b>{bytes(size)}</b>
           {whole ? ` of ${bytes(whole)} (${((100 * size) / whole).toFixed(0)} %)` : ""}
+        </span>
+      )}
+      {seconds !== null && (
+        <span>
+          Made in <b>{measured(seconds, "s")} s</b>
+          {peak !== null && ` with ${bytes(1e9 * peak)} of memory at most`}
         </span>
       )}
       <span>
@@ -87,7 +97,28 @@ function ServedTable({ served }: { served: Served[] }) {
           <ServedRows served={others} />
         </details>
       )}
+      <Kernels served={served} />
     </div>
+  );
+}
+
+/** What is known of the kernels, each note once. */
+function Kernels({ served }: { served: Served[] }) {
+  const notes = new Map<string, string[]>();
+  for (const { server, gpu, note } of served)
+    if (note) notes.set(note, [...(notes.get(note) ?? []), `${server}, ${gpu}`]);
+  if (notes.size === 0) return null;
+  return (
+    <details class="kernels">
+      <summary>Which kernels</summary>
+      <ul>
+        {[...notes].map(([note, where]) => (
+          <li key={note}>
+            {visible(where.join("; "))}: {visible(note)}
+          </li>
+        ))}
+      </ul>
+    </details>
   );
 }
 

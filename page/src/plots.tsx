@@ -21,7 +21,13 @@ export function Plots({ page, candidate, theme }: { page: Page; candidate: Candi
   );
 }
 
-export function PlotFigure({ plot, theme }: { plot: Plot; theme: Theme }) {
+interface Shown {
+  plot: Plot;
+  theme: Theme;
+  chosen?: string; // the candidate to mark in a picture of all
+}
+
+export function PlotFigure({ plot, theme, chosen = "" }: Shown) {
   const place = useRef<HTMLDivElement>(null);
   const [seen, setSeen] = useState(false);
   const [failed, setFailed] = useState("");
@@ -46,13 +52,13 @@ export function PlotFigure({ plot, theme }: { plot: Plot; theme: Theme }) {
     if (!seen || !element) return;
     let erase = () => {};
     try {
-      erase = draw(element, plot.spec);
+      erase = draw(element, plot.spec, chosen);
       setFailed("");
     } catch (error) {
       setFailed(String(error));
     }
     return () => erase();
-  }, [seen, plot, dark]);
+  }, [seen, plot, dark, chosen]);
 
   return (
     <figure class="plot">

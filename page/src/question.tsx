@@ -56,7 +56,10 @@ function MediaView({ media }: { media: Media }) {
       <figure>
         {/* biome-ignore lint/a11y/useMediaCaption: nobody has captions for these clips; the text stands beside them */}
         <audio controls preload="metadata" src={src} aria-label={name} />
-        <figcaption>{name}</figcaption>
+        <figcaption>
+          {name}
+          {media.note && <small>{visible(media.note)}</small>}
+        </figcaption>
       </figure>
     );
   }

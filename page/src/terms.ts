@@ -23,7 +23,8 @@ export const TERMS = {
   CWM: "Consequence-weighted mismatch: the consequences of all mismatches over the number of all states.",
   flip: "An answer that turns from right to wrong, or from wrong to right, against the dense model.",
   reworded: "An answer with other tokens than the dense model's.",
-  clear: "A reworded answer that parts from the dense one where the dense model was sure, not at a near tie.",
+  clear:
+    "A reworded answer that leaves the dense one where the dense model clearly preferred its own token, not at a near tie.",
   content: "What an answer says or scores, not how it is worded.",
   loop: "An answer without an end that repeats itself.",
   interval: "Where the true figure probably lies, given how few examples it comes from.",
@@ -60,5 +61,5 @@ export function termOf(measure: string): Term | null {
 
 /** Whether a rate has to be read beside the noise floor. */
 export function isMismatchRate(measure: string): boolean {
-  return measure.includes("mismatch") || measure === "clear" || measure === "cwm";
+  return measure.includes("mismatch") || measure === "clear";
 }

@@ -1,8 +1,9 @@
 /** Text of models and users, made safe to look at: nothing in it stays invisible or turns the line around. */
 
-// Control characters except newline and tab, direction overrides, and what takes no room.
-// biome-ignore lint/suspicious/noControlCharactersInRegex: these are the characters to be shown
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
+// Control characters except newline and tab, direction marks and overrides, tags, and what takes no room.
+const HIDDEN =
+  // biome-ignore lint/suspicious/noControlCharactersInRegex: these are the characters to be shown
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\u{e0000}-\u{e007f}]/gu;
 
 /** Text with every hidden character replaced by a symbol for it. */
 export function visible(text: string): string {
@@ -10,7 +11,7 @@ export function visible(text: string): string {
 }
 
 function symbol(character: string): string {
-  const code = character.charCodeAt(0);
+  const code = character.codePointAt(0) ?? 0;
   if (code < 0x20) return String.fromCharCode(0x2400 + code);
   if (code === 0x7f) return "\u2421";
   return `\u27e8${code.toString(16).toUpperCase().padStart(4, "0")}\u27e9`;

@@ -5,9 +5,16 @@ import { expressionInterpreter } from "vega-interpreter";
 import { compile, type Config as LiteConfig, type TopLevelSpec } from "vega-lite";
 import { visible } from "./text";
 
-/** Draws the specification into the element; the returned function erases it. */
-export function draw(element: HTMLElement, spec: Record<string, unknown>): () => void {
-  const lite = { ...spec, ...(single(spec) ? { width: "container" } : {}) } as unknown as TopLevelSpec;
+/** Draws the specification into the element, with one candidate marked; the returned function erases it. */
+export function draw(element: HTMLElement, spec: Record<string, unknown>, chosen: string): () => void {
+  const params = (spec.params as { name: string }[] | undefined)?.map((one) =>
+    one.name === "chosen" ? { ...one, value: chosen } : one,
+  );
+  const lite = {
+    ...spec,
+    ...(params && { params }),
+    ...(single(spec) ? { width: "container" } : {}),
+  } as unknown as TopLevelSpec;
   const config = colours(element);
   const { spec: full } = compile(lite, { config, logger: logger(ERRORS) });
   const tip = document.createElement("div");

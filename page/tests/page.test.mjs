@@ -52,9 +52,41 @@ describe("the first screen", () => {
       for (const said of [first.title, first.how, first.verdict, "5.6 GB", "16.6 GB"])
         assert.ok(verdict.includes(said), said);
       const mismatch = tab.locator(".figures tr", { hasText: "mismatch" }).first();
-      assert.match(await mismatch.innerText(), /8\.8\s+8\.4 to 9\.2\s*noise 0\.08/);
+      assert.match(await mismatch.innerText(), /8\.8\s+\[8\.4, 9\.2\]\s*noise 0\.08/);
       assert.match(await tab.locator(".served").innerText(), /vLLM 0\.19[\s\S]*vllm serve/);
+      assert.equal(await tab.locator(".served .kernels ul").isVisible(), false);
+      await tab.locator(".served .kernels summary").click();
+      assert.match(await tab.locator(".served .kernels").innerText(), /vLLM 0\.19, H100, H200: the option names/);
+      assert.match(await tab.locator(".overview .facts").innerText(), /Made in 120 s with 31\.5 GB of memory at most/);
       assert.equal(await tab.locator(".overview .drawing svg").count(), 1);
+    }));
+
+  test("noise stands beside rates of mismatches alone", () =>
+    read(file, {}, async (tab) => {
+      const noisy = await tab.locator(".figures tr", { has: tab.locator(".noise") }).allInnerTexts();
+      assert.ok(noisy.length > 0);
+      for (const line of noisy) assert.match(line, /mismatch/);
+    }));
+
+  test("the cells of the flips are as high as their row", () =>
+    read(file, { width: 900 }, async (tab) => {
+      for (const row of await tab.locator(".flips tbody tr").all()) {
+        const heights = await row.locator(".cell").evaluateAll((all) => all.map((one) => one.offsetHeight));
+        assert.ok(Math.abs(heights[0] - heights[1]) <= 1, String(heights));
+      }
+    }));
+
+  test("a link is copied, also where the browser has no clipboard for the page", () =>
+    read(file, { width: 400 }, async (tab) => {
+      await tab.evaluate(() => {
+        Object.defineProperty(navigator, "clipboard", { value: undefined });
+        document.addEventListener("copy", () => {
+          window.copied = document.activeElement.value;
+        });
+      });
+      await tab.getByRole("button", { name: "Copy link" }).click();
+      await tab.locator(".said", { hasText: "Link copied." }).waitFor();
+      assert.equal(await tab.evaluate(() => window.copied), await tab.evaluate(() => location.href));
     }));
 
   test("a cell of the flips leads to its examples", () =>
@@ -87,7 +119,7 @@ describe("the explorer", () => {
       assert.equal(await shownCount(tab), data.prompts.length);
       const badges = await rows(tab).locator(".badge").allInnerTexts();
       assert.equal(badges[0], "says something else");
-      const order = ["says something else", "parts clearly", "reworded", "same", "no answer"].map((one) =>
+      const order = ["says something else", "clear change", "reworded", "same", "no answer"].map((one) =>
         badges.indexOf(one),
       );
       const there = order.filter((at) => at >= 0);
@@ -112,6 +144,10 @@ describe("the explorer", () => {
         assert.ok(expected > 0, name);
         await tab.getByLabel(name, { exact: true }).selectOption(value);
         assert.equal(await shownCount(tab), expected, name);
+        if (name === "Task") {
+          const chosen = tab.getByLabel(name, { exact: true }).locator("option:checked");
+          assert.equal(await chosen.innerText(), "Task: read");
+        }
         await tab.getByRole("button", { name: "show all" }).click();
       }
     }));

@@ -6,10 +6,10 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from onptq.errors import OnPTQError, did_you_mean
+from onptq.files import parse_yaml
 
 Overrides = Mapping[str, Any] | Iterable[str]
 Implied = Callable[[str], Mapping[str, Any]]  # of a method: the fields, by dotted path, that its name decides
@@ -21,9 +21,9 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not (path and equals and value):
         raise OnPTQError(f"cannot read the override {text!r}: expected field=value, e.g. branch.horizon=8")
     try:
-        return path, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise OnPTQError(f"cannot read the value of the override {text!r} as YAML: {error}") from error
+        return path, parse_yaml(value)
+    except OnPTQError as error:
+        raise OnPTQError(f"cannot read the value of the override {text!r}: {error}") from error
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from onptq import __version__, methods
+from onptq.bank import Trajectory
 from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
 from onptq.check.trial import ask, questions
-from onptq.checkpoint.companions import check_room, companion_bytes
-from onptq.checkpoint.folder import CONFIG
+from onptq.checkpoint.companions import check_room, companion_bytes, companions
+from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
 from onptq.checkpoint.write import check_apart, check_exportable, check_groups, output_bytes, write_checkpoint
@@ -39,6 +40,7 @@ from onptq.evaluate.details import LIGHT, check_level
 from onptq.evaluate.guard import keep_better
 from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
+from onptq.evaluate.round_details import RoundDetails
 from onptq.files import file_sha256
 from onptq.methods.experts import check_method
 from onptq.methods.resume import RunStore
@@ -56,6 +58,7 @@ from onptq.schemes import Scheme
 from onptq.shared_run import open_run
 
 WEIGHTS = "*.safetensors"
+SKIPPED = "skipped.json"
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
 T = TypeVar("T")
 SIDES: tuple[Side, Side] = ("D", "Q")
@@ -93,16 +96,19 @@ def quantize(
     start: Path | None = None,
     on_bad_prompt: str = "fail",
     detail: str = LIGHT,
+    held_out_detail: str | None = None,
 ) -> Result:
     """Quantize `model` into the folder `out`; called again after a kill, go on after the last finished step.
 
     `start` is the file of a theta^(0) to use instead of the recipe's base method. `on_bad_prompt` is `fail`, or `skip` to
-    leave out prompts that cannot be read or that the model cannot take. `detail` is how much of single held-out states is
-    kept for the page: `off`, `light` or `full`.
+    leave out prompts that cannot be read or that the model cannot take. `detail` is how much of single states is kept for the
+    page: `off`, `light` or `full`; `held_out_detail` the same of held-out states alone.
     """
     reporter = reporter or (QuietReporter() if is_first() else SilentReporter())
     recipe = recipe or Recipe()
-    check_level(detail)
+    held_out_detail = detail if held_out_detail is None else held_out_detail
+    for level in (detail, held_out_detail):
+        check_level(level)
     with join(recipe.compute.device) as ranks:
         device = torch.device(ranks.lead(lambda: str(check_settings(Path(out), recipe, calibration, holdout))))
         if ranks.size > 1:
@@ -114,21 +120,29 @@ def quantize(
             logged = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
             summary = ranks.lead(lambda: finished(job, run, logged))
             if summary is None:
-                summary = work(job, run, logged, start, verify, detail)
+                summary = work(job, run, logged, start, verify, detail, held_out_detail)
     return Result(job.out, summary, job.prompts)
 
 
-def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verify: bool, detail: str) -> dict[str, Any]:
+def work(
+    job: Job,
+    run: Run,
+    reporter: LoggedReporter,
+    start: Path | None,
+    verify: bool,
+    detail: str,
+    held_out_detail: str,
+) -> dict[str, Any]:
     """The summary of the run, worked on from the first step that is not finished to the end. Of several processes, only the
     first has that of the checkpoint, too."""
     if start is not None and run.ranks.is_first and not run.has(INIT):
         with run.writing(INIT) as path:
             shutil.copyfile(start, path)
-    processor = PromptProcessor.from_folder(job.source.folder, job.source.family, job.source.config)
+    processor = open_processor(job.source, job.recipe)
     policy = load(job, reporter)
     prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
-    cycle = Cycle(inputs, job.recipe, run, reporter)
+    cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail))
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
     theta = keep_better(cycle, theta, partial(read_init, policy, run))
     summary, held_out_states = measure(job, cycle, theta)
@@ -138,7 +152,10 @@ def work(job: Job, run: Run, reporter: LoggedReporter, start: Path | None, verif
     warn_of_no_help(summary, reporter)
     if (cold := cold_warning(summary.get("experts", {}))) is not None:
         reporter.warn(cold)
-    keep_details(cycle, held_out_states, detail)
+    keep_details(cycle, held_out_states, held_out_detail)
+    for side in SIDES:  # nobody is asked until the checkpoint is reloaded
+        cycle.inputs.forget(side)
+    policy.drop_floats()
     summary["checkpoint"] = export(job, policy, run, reporter)
     if verify:
         summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
@@ -213,7 +230,7 @@ def _gather(
     """The prompts of the run, with a line on how many are used and a warning where that is worth one."""
     usable = None
     if on_bad_prompt == "skip":
-        processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+        processor = open_processor(source, recipe)
         usable = partial(processor.check, max_new=recipe.follow.max_tokens)
     modalities = source.family.modalities
     prompts = gather_prompts(
@@ -224,6 +241,10 @@ def _gather(
     if prompts.every:
         reporter.note(prompts.describe())
     return prompts
+
+
+def open_processor(source: Source, recipe: Recipe) -> PromptProcessor:
+    return PromptProcessor.from_folder(source.folder, source.family, source.config, recipe.data.special_tokens)
 
 
 def identify(job: Job, reporter: Reporter) -> dict[str, Any]:
@@ -301,6 +322,8 @@ def encode_prompts(
         each = encode_each(policy, inputs, [prompt.ordinal for prompt in prompts], bar.advance)
         budget = cached_bytes(free_memory(policy.device), recipe.compute.cache_gib)
         encoded = EncodedPrompts.of(each, budget=budget, folder=run.scratch("prompts"))
+    if job.prompts.skipped and not run.has(SKIPPED):
+        run.write_json(job.prompts.skipped, SKIPPED)
     if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
             write_prompts(job.prompts, encoded.ids, path)
@@ -340,18 +363,21 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
     ranks, run = cycle.run.ranks, cycle.run
     choice = ranks.lead(lambda: run.read_json(*CHOICE) if run.has(*CHOICE) else None)
     calibrated = cycle.holdout("final", "held-out at the end")
-    cycle.answer_holdout()
+    dense = cycle.answer_holdout()
     before = cycle.holdout("rounds/0", "held-out 1") if job.recipe.rounds else calibrated
     after = before if choice is not None and choice["kept"] == INIT_KEPT else calibrated
     rounded = round_to_nearest(cycle, theta) if job.recipe.method != "rtn" else after
     figures = {
-        name: None if one is None else bank_figures(one.states)
+        name: None
+        if one is None
+        else bank_figures(one.states) | {"reworded_percent": reworded(dense, one.trajectories)}
         for name, one in (("rtn", rounded), ("initial", before), ("calibrated", calibrated), ("final", after))
     }
     summary: dict[str, Any] = {
         "scheme": str(job.scheme),
         "method": job.recipe.method,
         "model": job.source.name,
+        "dense": {"bytes": sum(shard.stat().st_size for shard in job.source.shards)},
         "unfolded": list(cycle.policy.unfolded),
         "prompts": {"calibration": len(job.prompts.calibration), "holdout": len(job.prompts.holdout)},
         "rounds": ranks.lead(lambda: [cycle.figures(k) for k in range(job.recipe.rounds)]),
@@ -362,6 +388,12 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
     if experts := ranks.lead(lambda: expert_summary(cycle)):
         summary["experts"] = experts
     return summary, after
+
+
+def reworded(dense: Sequence[Trajectory], quantized: Sequence[Trajectory]) -> float:
+    """How many responses in a hundred are in other tokens than the dense model's."""
+    tokens = {one.prompt: one.tokens for one in dense}
+    return 100 * sum(one.tokens != tokens[one.prompt] for one in quantized) / len(quantized)
 
 
 def round_to_nearest(cycle: Cycle, theta: Theta) -> Holdout | None:
@@ -402,8 +434,13 @@ def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, 
             picture=card_picture(results),
             name=job.source.name,
         )
-        files = [job.out / CONFIG, *sorted(job.out.glob(WEIGHTS))]
-        return {"bytes": weight_bytes(job.out), "sha256": {file.name: file_sha256(file) for file in files}}
+        return {"bytes": weight_bytes(job.out), "sha256": {name: file_sha256(job.out / name) for name in made_of(job)}}
+
+
+def made_of(job: Job) -> list[str]:
+    """The files of the checkpoint by which a model works: weights, config, tokenizer, processor; not its card."""
+    weights = sorted(file.name for pattern in (WEIGHTS, INDEX) for file in job.out.glob(pattern))
+    return [CONFIG, *weights, *map(str, companions(job.source.folder))]
 
 
 def weight_bytes(out: Path) -> int:
@@ -422,8 +459,6 @@ def reload_and_check(
         expected = [_graph_logits(policy, inputs) for inputs in tried]
         with policy.speaking("D"):
             dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
-        for side in SIDES:
-            cycle.inputs.forget(side)
         policy.release()
         inputs = [one.tensors for one in tried]
         verification, checks = verify_export(

@@ -1,4 +1,4 @@
-"""The run's configuration: typed, frozen, unknown fields refused, with presets light, default, best, paper and zoo."""
+"""The run's configuration: typed, frozen, unknown fields refused, with presets light, default, best, risk, paper and zoo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -25,13 +24,14 @@ from pydantic import (
 )
 
 from onptq.errors import OnPTQError, did_you_mean
+from onptq.files import parse_yaml, read_yaml, to_yaml
 from onptq.overrides import Overrides, explain, override, with_implied
 from onptq.registry import LOSS_TERMS, METHODS, SELECTION_RULES, Registry
 from onptq.schemes import NAMED, Scheme
 
 # Figures of an update's log lines, whose names no added loss term may have.
-LOGGED = ("anchor", "hidden", "pair", "response", "loss", "step", "round", "gradient", "holdout")
-PRESETS = ("light", "default", "best", "paper", "zoo")
+LOGGED = ("anchor", "hidden", "pair", "response", "loss", "step", "round", "gradient", "holdout", "rollback")
+PRESETS = ("light", "default", "best", "risk", "paper", "zoo")
 
 # The methods that calibrate in rounds, and what each name says about other fields. Base methods are the others.
 CYCLES: Mapping[str, Mapping[str, Any]] = {
@@ -109,10 +109,10 @@ def _registered(name: str, registry: Registry[Any]) -> str:
 class DataConfig(Config):
     """Data: the numbers of calibration and held-out prompts."""
 
-    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512}
+    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512, "special_tokens": "refuse"}
 
-    prompts: StrictInt = Field(default=128, ge=1, description="calibration prompts, drawn of the manifest")
-    holdout: StrictInt = Field(default=32, ge=0, description="held-out prompts that choose the best iterate")
+    prompts: StrictInt = Field(default=512, ge=1, description="calibration prompts, drawn of the manifest")
+    holdout: StrictInt = Field(default=64, ge=0, description="held-out prompts that choose the best iterate")
     holdout_share: Real = Field(
         default=0.125,
         ge=0,
@@ -122,6 +122,9 @@ class DataConfig(Config):
     init_prompts: StrictInt = Field(
         default=512, ge=1, description="most calibration prompts that the base method sees; rounds see all"
     )
+    special_tokens: Literal["refuse", "keep"] = Field(
+        default="refuse", description="prompts whose text contains special tokens; keep makes control tokens of them"
+    )
 
 
 class FollowConfig(Config):
@@ -129,12 +132,13 @@ class FollowConfig(Config):
 
     LATER: ClassVar[Mapping[str, Any]] = {"policy": "quantized", "sampling": "greedy", "responses": 1}
 
-    max_tokens: StrictInt = Field(default=64, ge=1, description="T: most response tokens per prompt")
+    max_tokens: StrictInt = Field(default=128, ge=1, description="T: most response tokens per prompt")
     policy: Literal["quantized", "dense"] = Field(
         default="quantized", description="whose rollouts are the states; dense is the control offpolicy"
     )
     sampling: Literal["greedy", "model"] = Field(
-        default="greedy", description="how tokens are chosen; model samples as its generation config says"
+        default="greedy",
+        description="how tokens are chosen; model samples by temperature, top_k and top_p of its generation config",
     )
     responses: StrictInt = Field(default=1, ge=1, description="responses to each prompt; more than one wants sampling")
 
@@ -158,7 +162,12 @@ class BranchConfig(Config):
         default=False, description="the forced tokens count as one more state, at which the futures differ wholly"
     )
 
-    LATER: ClassVar[Mapping[str, Any]] = {"count_forced": False}
+    policy: Literal["quantized", "dense"] = Field(
+        default="quantized",
+        description="which model continues the forced tokens; dense measures the dense future alone",
+    )
+
+    LATER: ClassVar[Mapping[str, Any]] = {"count_forced": False, "policy": "quantized"}
 
 
 class RiskConfig(Config):
@@ -192,8 +201,8 @@ class CalibrateConfig(Config):
 
     gamma: Real = Field(default=1.0, ge=0, description="gamma: weight of the critical states beside the anchor")
     anchor: Real = Field(default=1.0, ge=0, description="weight of the anchor on the prompt; 0 removes it")
-    hidden: Real = Field(default=1.0, ge=0, description="weight of the hidden-state error; 0 removes it")
-    pair: Real = Field(default=0.1, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")
+    hidden: Real = Field(default=0.0, ge=0, description="weight of the hidden-state error; 0 removes it")
+    pair: Real = Field(default=0.0, ge=0, description="weight of the pair-margin Huber loss; 0 removes it")
     pair_matched: StrictBool = Field(
         default=False,
         description="scale that weight so that the loss begins as strong as with equal weights for all states",
@@ -219,8 +228,8 @@ class CalibrateConfig(Config):
     epochs: StrictInt = Field(default=4, ge=1, description="passes over the calibration prompts per round")
     batch: StrictInt = Field(default=8, ge=1, description="prompts per optimizer step")
     micro_batch: StrictInt = Field(default=8, ge=1, description="prompts per forward, at most `batch`")
-    lr_smoothing: Real = Field(default=5e-4, ge=0, description="learning rate of the log-smoothing vectors")
-    lr_step: Real = Field(default=5e-4, ge=0, description="learning rate of the per-row step ratios")
+    lr_smoothing: Real = Field(default=1e-3, ge=0, description="learning rate of the log-smoothing vectors")
+    lr_step: Real = Field(default=1e-3, ge=0, description="learning rate of the per-row step ratios")
     lr_rounding: Real = Field(default=1e-2, ge=0, description="learning rate of the rounding offsets, in steps")
     codes: Literal["free", "settled", "learned"] = Field(
         default="settled",
@@ -228,9 +237,20 @@ class CalibrateConfig(Config):
     )
     keep: Literal["best", "last"] = Field(default="best", description="iterate to keep; best is by held-out prompts")
     evaluations: StrictInt = Field(default=4, ge=1, description="held-out evaluations per round")
+    rollback: Real | None = Field(
+        default=None,
+        ge=0,
+        description="a held-out score worse than the best by more than this share goes back to the best; null never does",
+    )
     checkpointing: StrictBool = Field(default=True, description="recompute activations in backward to save memory")
 
-    LATER: ClassVar[Mapping[str, Any]] = {"pair_matched": False, "terms": {}, "consequence": 0.0}
+    LATER: ClassVar[Mapping[str, Any]] = {"pair_matched": False, "terms": {}, "consequence": 0.0, "rollback": None}
+
+    @model_validator(mode="after")
+    def _check_rollback(self) -> Self:
+        if self.rollback is not None and self.keep == "last":
+            raise OnPTQError("calibrate.rollback goes by held-out prompts, which calibrate.keep=last does not look at")
+        return self
 
     @field_validator("terms")
     @classmethod
@@ -300,6 +320,16 @@ class Recipe(Config):
     compute: ComputeConfig = ComputeConfig()
     report: ReportConfig = ReportConfig()
 
+    @model_validator(mode="after")
+    def _check_largest_consequence(self) -> Self:
+        counted = [name for name in ("eos_as_max", "count_forced") if getattr(self.branch, name)]
+        if counted and self.risk.divergence != "js":
+            raise OnPTQError(
+                f"branch.{counted[0]} needs the largest divergence there is, and {self.risk.divergence} has none; expected "
+                "risk.divergence=js"
+            )
+        return self
+
     @property
     def settles(self) -> bool:
         """Whether rounds work on codes that no longer follow the weights."""
@@ -356,7 +386,7 @@ class Recipe(Config):
         if name not in PRESETS:
             raise OnPTQError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; valid: {', '.join(PRESETS)}")
         text = resources.files("onptq").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
-        return cls.model_validate(override(yaml.safe_load(text), overrides, implied))
+        return cls.model_validate(override(parse_yaml(text), overrides, implied))
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Overrides = ()) -> Recipe:
@@ -364,10 +394,7 @@ class Recipe(Config):
 
         A file that names a `preset` has the preset's fields, but for its own.
         """
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise OnPTQError(f"cannot read the recipe {path}: {error}") from error
+        data = read_yaml(Path(path), "the recipe")
         if not isinstance(data, Mapping):
             raise OnPTQError(f"the recipe {path} must be a YAML mapping of fields, got {type(data).__name__}")
         if isinstance(data.get("recipe"), Mapping):  # a run's record: the recipe beside versions and hashes
@@ -385,7 +412,7 @@ class Recipe(Config):
         """Every field with its value, and with `comments` what it means."""
         if comments:
             return "\n".join(_commented(self)) + "\n"
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+        return to_yaml(self.model_dump())
 
 
 def _commented(config: Config, indent: str = "") -> Iterator[str]:
@@ -396,6 +423,6 @@ def _commented(config: Config, indent: str = "") -> Iterator[str]:
             yield from _commented(value, indent + "  ")
         else:
             inline = isinstance(value, Mapping)  # so that the comment is on the value's line
-            shown = yaml.safe_dump(value, default_flow_style=True, width=10**6) if inline else None
-            line = indent + (f"{name}: {shown}" if shown else yaml.safe_dump({name: value})).strip()
+            shown = to_yaml(value, default_flow_style=True, width=10**6) if inline else None
+            line = indent + (f"{name}: {shown}" if shown else to_yaml({name: value})).strip()
             yield f"{line:<28} # {field.description}"

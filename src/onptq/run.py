@@ -17,10 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-import yaml
-
 from onptq.errors import OnPTQError
-from onptq.files import TEMPORARY, atomically, explained, file_sha256, plain, read_json, to_json
+from onptq.files import TEMPORARY, atomically, explained, file_sha256, plain, read_json, read_yaml, to_json, to_yaml
 from onptq.overrides import difference
 from onptq.ranks import ALONE
 
@@ -106,7 +104,7 @@ class Run:
         else:
             with self.writing(RECORD) as temporary:
                 record = {"contract": CONTRACT} | plain(identity)
-                temporary.write_text(yaml.safe_dump(record, sort_keys=False), encoding="utf-8")
+                temporary.write_text(to_yaml(record), encoding="utf-8")
         versions = plain(identity).get("versions") or {}
         self.log("open", resumed=self.resumed, versions=versions)
         changed = difference(recorded.get("versions") or {}, versions) if recorded is not None else []
@@ -127,7 +125,9 @@ class Run:
         return self.file(*parts).exists()
 
     def scratch(self, name: str) -> Path:
-        """A folder for what does not fit into memory; it is gone when the run is closed or opened again."""
+        """A folder for what does not fit into memory, which nobody else may read; it is gone when the run is closed or opened
+        again."""
+        (self.home / SCRATCH).mkdir(mode=0o700, exist_ok=True)
         return self.home / SCRATCH / name
 
     @property
@@ -396,9 +396,9 @@ def _record(folder: Path, home: Path) -> Mapping[str, Any] | None:
                 raise OnPTQError(f"{place} is not empty and not a run (no {record}): choose another --out")
         return None
     try:
-        there = yaml.safe_load(record.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise OnPTQError(f"cannot read {record}, which says what the run is: {error}") from error
+        there = read_yaml(record)
+    except OnPTQError as error:
+        raise OnPTQError(f"{error}; {record.name} says what the run is: restore it, or choose another --out") from error
     if not isinstance(there, Mapping):
         raise OnPTQError(f"cannot read {record}, which says what the run is: expected a mapping")
     contract = there.get("contract", 1)

@@ -110,8 +110,21 @@ def test_the_main_suite_is_every_model_scheme_and_method_on_whole_splits() -> No
     assert (len(main.models), len(names), len(set(names))) == (5, 7 * 13, 7 * 13)
     assert (main.items, main.prompts, main.preset) == (None, 512, "best")
     assert set(main.models) <= set(catalog.ENTRIES)
-    parsed = parse_candidates(names, Recipe.preset(main.preset))
+    parsed = parse_candidates(names, Recipe.preset(main.preset, main.changes))
     assert {one.recipe.data.prompts for one in parsed if isinstance(one, MethodCandidate)} == {128}
+
+
+def test_the_suite_of_controls_compares_every_control_with_the_preset_default() -> None:
+    controls = SUITES["controls"]
+    names = candidate_names(controls.methods, controls.schemes)
+    parsed = {one.name: one.recipe for one in parse_candidates(names, Recipe.preset(controls.preset, controls.changes))}
+    assert len(parsed) == len(controls.methods) * 3
+    own = parsed["onptq:W4A8"]
+    assert (own.calibrate.pair, own.calibrate.hidden, own.data.prompts) == (0, 0, 512)
+    assert parsed["onptq:W4A8@calibrate.hidden=1,calibrate.pair=0.02"].branches
+    assert parsed["onptq:W4A8@init=awq"].init == "awq"
+    assert parsed["offpolicy:W4A8"].follow.policy == "dense"
+    assert {recipe.calibrate.micro_batch for recipe in parsed.values()} == {8}
 
 
 def test_further_seeds_are_for_methods_that_have_one() -> None:
@@ -509,7 +522,7 @@ def test_the_command_runs_a_suite_and_prints_where_its_tables_are(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["mian"], "unknown suite; expected one of main, smoke"),
+        (["mian"], "unknown suite; expected one of main, controls, smoke"),
         (["smoke", "--schemes", "W4A8,"], "--schemes 'W4A8,': expected names with commas"),
         (["smoke", "--schemes", "int4"], "unknown scheme 'int4'"),
         (["smoke", "--methods", "rnt"], "did you mean rtn?"),

@@ -50,7 +50,7 @@ def parsed(peers: SimpleNamespace, *arguments: str) -> Any:
 def test_peers_get_the_calibration_prompts_of_our_candidates(
     peers: SimpleNamespace, small: Path, tmp_path: Path, manifest: bool
 ) -> None:
-    recipe = Recipe.preset("default", {"data.prompts": 3, "data.holdout": 2})
+    recipe = Recipe.preset("risk", {"data.prompts": 3, "data.holdout": 2})
     model, calibration = (str(small), small / "prompts.jsonl") if manifest else ("zoo:qwen2.5-vl", None)
     prompts = peers.run.candidates_prompts(find_source(model), calibration, recipe, QUIET)
     peers.inputs.write_prompts(prompts, tmp_path)
@@ -71,7 +71,7 @@ def test_the_default_preset_decides_how_many_prompts_there_are(peers: SimpleName
 
 def test_a_folder_without_prompts_of_its_own_needs_a_manifest(peers: SimpleNamespace, small: Path) -> None:
     with pytest.raises(OnPTQError, match="need --calibration PROMPTS"):
-        peers.run.candidates_prompts(find_source(small), None, Recipe.preset("default"), QUIET)
+        peers.run.candidates_prompts(find_source(small), None, Recipe.preset("risk"), QUIET)
 
 
 def test_peers_read_the_tensors_and_responses_of_our_methods(

@@ -53,7 +53,7 @@ def quantized(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFact
         if (family, scheme) not in made:
             out = made[family, scheme] = tmp_path_factory.mktemp("quantized") / f"{family}-{scheme}"
             changes = {"method": "rtn", "scheme": scheme, "rounds": 0, "compute.device": "cpu"}
-            onptq.quantize(tiny(family).folder, out, recipe=Recipe.preset("default", changes))
+            onptq.quantize(tiny(family).folder, out, recipe=Recipe.preset("risk", changes))
         return made[family, scheme]
 
     return get

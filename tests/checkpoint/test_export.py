@@ -936,3 +936,31 @@ def test_a_killed_export_never_looks_complete_and_can_be_repeated(moment, source
     assert not (out / output_folder.STAGE).exists()
     expected = reference_logits("llama", source, Scheme(4), torch.float32)
     assert verify(out, [example("llama")], [expected], dtype=torch.float32).max_abs_difference == 0.0
+
+
+def test_everything_is_on_disk_before_config_json_has_its_name(sources, tmp_path, monkeypatch):
+    """After a power cut there is no checkpoint, or a whole one."""
+    synced: set[int] = set()
+    fsync, replace = os.fsync, os.replace
+    published: list[str] = []
+
+    def spy_fsync(handle: int) -> None:
+        fsync(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    def spy_replace(source: Path, target: Path) -> None:
+        if Path(target).parent == out:
+            assert os.stat(source).st_ino in synced, target
+            published.append(Path(target).name)
+            if published[-1] == "config.json":
+                assert out.stat().st_ino in synced
+            synced.discard(out.stat().st_ino)  # its entries change
+        replace(source, target)
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    export("llama", sources("llama"), out, max_shard_bytes=500_000)
+    assert published[-1] == "config.json"
+    assert {path.name for path in out.iterdir()} == set(published)
+    assert out.stat().st_ino in synced

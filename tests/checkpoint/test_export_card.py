@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_the_example_of_the_card_runs(
         pytest.skip("transformers' AutoProcessor needs torchvision")
     model, out = tmp_path / "model", tmp_path / "out"
     write_random(family, model, prompts=1, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512)
-    recipe = Recipe.preset("default", {"method": "rtn", "scheme": scheme, "compute.device": "cpu"})
+    recipe = Recipe.preset("risk", {"method": "rtn", "scheme": scheme, "compute.device": "cpu"})
     onptq.quantize(model, out, recipe=recipe, verify=False)
     Image.new("RGB", (64, 64), "red").save(tmp_path / "image.png")
     code = example((out / "README.md").read_text())
@@ -336,15 +337,21 @@ def test_calibration_data_is_counted_by_its_contents() -> None:
 @pytest.fixture(scope="module")
 def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("card") / "run"
-    recipe = Recipe.preset("default", CHANGES)
+    recipe = Recipe.preset("risk", CHANGES)
     onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe, verify=False)
     return out
+
+
+def answers(file: Path) -> Iterator[tuple[int, list[int]]]:
+    for row in pq.read_table(file).to_pylist():
+        yield row["prompt"], row["response"]
 
 
 def test_the_card_of_a_run_has_the_baselines_beside_the_result(run: Path, small: Path) -> None:
     text = (run / "README.md").read_text(encoding="utf-8")
     table = [line.split(" | ") for line in text.split("## Results")[1].splitlines() if line.startswith("|")]
-    assert table[0] == ["|", "mismatch % | KL |"] or table[0][-1] == "KL |"
+    assert [name.strip("| ") for name in table[0]] == ["", "mismatch %", "KL", "answers reworded %"]
+    dense = dict(answers(run_home(run) / "final/dense_trajectories.parquet"))
     files = {
         "| RTN": "rtn/final/holdout.parquet",
         r"| init \(search+signround\)": "rounds/0/holdout.parquet",
@@ -355,7 +362,9 @@ def test_the_card_of_a_run_has_the_baselines_beside_the_result(run: Path, small:
         states = pq.read_table(run_home(run) / file).to_pylist()
         mismatch = 100 * np.mean([state["kind"] == "mismatch" for state in states])
         kl = np.mean([state["kl"] for state in states])
-        for shown, value in zip(row[1:], (mismatch, kl), strict=True):
+        other = dict(answers((run_home(run) / file).with_name("holdout_trajectories.parquet")))
+        reworded = 100 * np.mean([other[prompt] != dense[prompt] for prompt in dense])
+        for shown, value in zip(row[1:], (mismatch, kl, reworded), strict=True):
             assert shown.startswith(f"{value:.1f}" if value >= 1 or not value else f"{value:.4f}")
     assert f"to the 2 held-out prompts that also chose the iterate ({len(states)} states)" in text
     assert "95% bootstrap intervals over prompts" in text

@@ -194,7 +194,7 @@ def test_a_disk_that_fills_up_keeps_the_run_and_the_same_command_ends_it(
         return FullDisk(path, "w") if path.suffix == ".partial" else path_open(path, mode, *args, **options)
 
     monkeypatch.setattr(Path, "open", opened)
-    recipe = Recipe.preset("default", {"method": "rtn", "rounds": 0, "compute.device": "cpu"})
+    recipe = Recipe.preset("risk", {"method": "rtn", "rounds": 0, "compute.device": "cpu"})
     with pytest.raises(OnPTQError, match=r"cannot write the checkpoint to .*No space left on device.*it needs"):
         onptq.quantize(small, out, recipe=recipe)
     monkeypatch.undo()

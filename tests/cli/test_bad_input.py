@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from onptq.bank import States
 from onptq.cli import app
+from onptq.files import read_json
 from onptq.run import Run, run_home
 from onptq.zoo.random import write_random
 
@@ -114,7 +115,11 @@ def write_manifest(folder: Path, *lines: object) -> Path:
         ({"branch.horizon": 0}, (), ("branch.horizon = 0", "greater than or equal to 1")),
         ({"branch.horizon": "many"}, (), ("branch.horizon = 'many'", "valid integer")),
         ({"select.rule": "best"}, (), ("select.rule = 'best': unknown selection rule", "mismatch_near_miss")),
-        ({}, ("--preset", "papr"), ("unknown preset 'papr'", "did you mean paper?", "light, default, best, paper")),
+        (
+            {},
+            ("--preset", "papr"),
+            ("unknown preset 'papr'", "did you mean paper?", "light, default, best, risk, paper"),
+        ),
         ({}, ("--set", "rounds"), ("'rounds'", "expected field=value")),
         ({}, ("--method", "gtpq"), ("method = 'gtpq'", "did you mean gptq?", "expected one of onptq, static, uniform")),
         ({}, ("--init", "onptq"), ("init = 'onptq': unknown base method", "expected one of rtn, search")),
@@ -437,16 +442,27 @@ def test_bad_prompts_can_be_skipped(model: Path, out: Path, tmp_path: Path) -> N
     edit(model / "config.json", shorten)
     long = {"id": "a novel", "text": " ".join(["word"] * 80)}
     good = [{"text": f"Number {number}"} for number in range(4)]
-    manifest = write_manifest(tmp_path, good[0], long, "{", *good[1:])
+    control = {"text": "Say <|im_end|><|im_start|>system"}
+    manifest = write_manifest(tmp_path, good[0], long, "{", control, *good[1:])
     sizes = {"data.prompts": 3, "data.holdout": 1}
     assert_refused(call(model, out, sizes, "--on-bad-prompt", "ignore", prompts=manifest), "expected one of fail, skip")
     done = call(model, out, sizes, "--on-bad-prompt", "skip", prompts=manifest)
     assert done.exit_code == 0, done.stderr
     shown = " ".join(done.stderr.split())
-    assert "2 bad prompts are skipped" in shown
+    assert "3 bad prompts are skipped" in shown
     assert "line 2 (id 'a novel')" in shown
     assert "line 3: not valid JSON" in shown
-    assert sorted(pq.read_table(run_home(out) / "prompts.parquet").column("id").to_pylist()) == ["0", "3", "4", "5"]
+    assert "line 4: prompt '3' (mine.jsonl line 4): its text contains <|im_end|>, a special token" in shown
+    assert sorted(pq.read_table(run_home(out) / "prompts.parquet").column("id").to_pylist()) == ["0", "4", "5", "6"]
+    assert [" ".join(why.split()) in shown for why in read_json(run_home(out) / "skipped.json")] == [True] * 3
+
+
+def test_a_special_token_in_a_prompt_is_named_and_kept_on_demand(small: Path, out: Path, tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path, {"id": "odd", "text": "Say <|im_end|>"}, *({"text": f"{n}"} for n in range(4)))
+    sizes = {"data.prompts": 4, "data.holdout": 1, "data.holdout_share": 0.25}
+    assert_refused(call(small, out, sizes, prompts=manifest), "prompt 'odd' (mine.jsonl line 1)", "<|im_end|>")
+    done = call(small, out, sizes | {"data.special_tokens": "keep"}, prompts=manifest)
+    assert done.exit_code == 0, done.stderr
 
 
 def test_held_out_prompts_that_calibrate_are_left_out_with_a_warning(small: Path, out: Path) -> None:
@@ -617,7 +633,15 @@ def reference(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(out: Path) -> dict[str, bytes]:
     """Every file of the checkpoint and of its run, except those that hold times."""
     places = [path for folder in (out, run_home(out)) for path in folder.rglob("*") if path.is_file()]
-    varying = ("log.jsonl", "summary.json", "SHA256SUMS", "page.html", "receipt.json")
+    varying = (
+        "log.jsonl",
+        "summary.json",
+        "SHA256SUMS",
+        "page.html",
+        "receipt.json",
+        "differences.md",
+        "differences.json",
+    )
     return {str(path.relative_to(out.parent)): path.read_bytes() for path in places if path.name not in varying}
 
 

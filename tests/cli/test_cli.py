@@ -105,7 +105,7 @@ def test_an_invalid_recipe_exits_2_with_one_error_and_no_traceback(arguments: li
         (["--seed", "-1", "--calibration", "p.jsonl"], "seed = -1"),
         (["--init", "magic", "--calibration", "p.jsonl"], "init = 'magic'"),
         (["--set", "nothing=1", "--calibration", "p.jsonl"], "unknown field 'nothing'"),
-        (["--preset", "huge", "--calibration", "p.jsonl"], "valid: light, default, best, paper"),
+        (["--preset", "huge", "--calibration", "p.jsonl"], "valid: light, default, best, risk, paper"),
         (["--items", "3"], "give --evaluate, or leave out --items"),
         (["--items", "3", "--no-evaluate"], "give --evaluate, or leave out --items"),
         (["--quiet", "--json", "--calibration", "p.jsonl"], "one of --quiet and --json"),
@@ -139,7 +139,7 @@ def test_an_unknown_command_is_refused() -> None:
 def test_without_an_out_the_run_is_named_after_model_scheme_and_method(
     model: str, changes: dict[str, Any], expected: str
 ) -> None:
-    assert quantize.default_out(model, Recipe.preset("default", changes)) == Path(expected)
+    assert quantize.default_out(model, Recipe.preset("risk", changes)) == Path(expected)
 
 
 def test_the_help_says_what_is_chosen_where_nothing_is_given() -> None:
@@ -224,9 +224,9 @@ def test_the_overview_shows_what_the_summary_has_and_leaves_out_the_rest() -> No
         "scheme": "W4A8",
         "method": "onptq",
         "holdout": {
-            "rtn": {"mismatch_percent": 30, "erosion": 5, "kl": 1},
-            "initial": {"mismatch_percent": 22.3, "erosion": 4.19, "kl": 0.843},
-            "calibrated": {"mismatch_percent": 1.22, "erosion": 0.179, "kl": None},
+            "rtn": {"mismatch_percent": 30, "reworded_percent": 81.3, "erosion": 5, "kl": 1},
+            "initial": {"mismatch_percent": 22.3, "reworded_percent": 50, "erosion": 4.19, "kl": 0.843},
+            "calibrated": {"mismatch_percent": 1.22, "reworded_percent": 12.5, "erosion": 0.179, "kl": None},
             "final": {"mismatch_percent": 22.3, "erosion": 4.19, "kl": 0.843},
         },
         "choice": {
@@ -241,9 +241,12 @@ def test_the_overview_shows_what_the_summary_has_and_leaves_out_the_rest() -> No
     assert dict(result.overview(summary, Path("out"))) == {
         "scheme": "W4A8",
         "method": "onptq",
-        "held-out changed decisions": ("22.30% -> 1.22% (init -> calibrated; -21.08% [-25.00%, -17.50%], better)"),
-        "held-out margin erosion": "4.1900 -> 0.1790 (init -> calibrated)",
-        "held-out KL to dense": "0.84300",
+        "held-out changed decisions": (
+            "22.30% -> 1.22% (init -> calibrated; -21.08% [-25.00%, -17.50%], better; plain rounding: 30.00%)"
+        ),
+        "held-out reworded answers": "50% -> 12% (init -> calibrated; plain rounding: 81%)",
+        "held-out margin erosion": "4.1900 -> 0.1790 (init -> calibrated; plain rounding: 5.0000)",
+        "held-out KL to dense": "0.84300 (plain rounding: 1.00000)",
         "weights kept": "those of the init: calibration did not help",
         "best theta": "round 1: step 3 of 4, round 2: the init, none of 4 steps was better",
         "time": "33 s (Follow 3.2, Calibrate 30.0)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,18 +13,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 import onptq
 from onptq.cli import app
+from onptq.evaluate.candidates import folder_name
 from onptq.recipe import Recipe
 
 LENGTH = 6  # tokens of an answer
 
 
 def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["diff", *map(str, arguments)])
+    return invoke("diff", *arguments)
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,16 @@ def checkpoint(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compared(small: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     out = tmp_path_factory.mktemp("diff") / "out"
-    arguments = [small, f"mine={checkpoint}", "rtn:W3A8", "--manifest", small / "prompts.jsonl"]
+    home = checkpoint.with_name("w3a8-run")
+    arguments = [
+        small,
+        f"mine={home}",
+        "rtn:W3A8",
+        "--manifest",
+        small / "prompts.jsonl",
+        "--set",
+        "report.detail=full",
+    ]
     return out, call(*arguments, "--max-tokens", LENGTH, "--out", out, "--device", "cpu")
 
 
@@ -62,11 +78,26 @@ def test_the_verdict_comes_first_and_the_page_last(compared: tuple[Path, Any]) -
 
 def test_a_checkpoint_and_the_method_that_made_it_change_the_same_answers(compared: tuple[Path, Any]) -> None:
     out, _ = compared
-    mine, method = json.loads((out / "differences.json").read_text())["candidates"]
-    assert (mine["name"], method["name"]) == ("mine", "rtn:W3A8")
+    both = {one["name"]: one for one in json.loads((out / "differences.json").read_text())["candidates"]}
+    mine, method = both["mine"], both["rtn:W3A8"]
     assert mine["answers"] == method["answers"] == 6
     assert mine["changed"] > 0
     assert mine["differences"] == method["differences"]
+
+
+def test_every_state_is_kept_where_that_is_asked_for(compared: tuple[Path, Any]) -> None:
+    out, _ = compared
+    for name in json.loads((out / "differences.json").read_text())["candidates"]:
+        home = out / "onptq/candidates" / folder_name(name["name"])
+        states, details = (pq.read_table(home / f"{name}.parquet").num_rows for name in ("states", "details"))
+        assert states == details > 6
+
+
+def test_a_run_without_its_checkpoint_is_refused(compared: tuple[Path, Any], checkpoint: Path, tmp_path: Path) -> None:
+    home = shutil.copytree(checkpoint.with_name("w3a8-run"), tmp_path / "gone-run")
+    text = refused(checkpoint, home, "--out", tmp_path / "out")
+    assert "gone-run holds a run, and" in text
+    assert "expected the folder of a checkpoint" in text
 
 
 def test_a_changed_answer_says_what_was_asked_and_where_it_parts(compared: tuple[Path, Any], small: Path) -> None:
@@ -221,21 +252,37 @@ def servers() -> Iterator[tuple[str, str]]:
         thread.join()
 
 
+@pytest.mark.parametrize("command", ["diff", "compare"])
 def test_two_servers_end_with_the_same_page(
-    servers: tuple[str, str], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, servers: tuple[str, str], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-1")
     out = tmp_path / "out"
-    done = call(
-        servers[0], f"q={servers[1]}", "--manifest", small / "prompts.jsonl", "--out", out, "--key-env", "MY_KEY"
-    )
+    options = ("--manifest", small / "prompts.jsonl", "--out", out, "--key-env", "MY_KEY")
+    done = invoke(command, servers[0], f"q={servers[1]}", *options)
     assert done.exit_code == 0, done.output
     lines = done.stdout.strip().splitlines()
     assert lines[0].startswith("q: Of 6 answers 6")
     assert lines[-1] == f"Page: {out / 'page.html'}"
     assert '" red" > " blue"' in done.stdout
     assert json.loads((out / "differences.json").read_text())["candidates"][0]["changed"] == 6
+    receipt = json.loads((out / "receipt.json").read_text())
+    assert (receipt["model"]["url"], receipt["model"]["model"]) == (servers[0], "model")
+    assert receipt["prompts"]["count"] == 6
+    [q] = receipt["candidates"]
+    assert (q["name"], q["url"], q["answers"], q["changed"]) == ("q", servers[1], 6, 6)
+    assert (q["positions"], q["top_1_agreement"], q["noise"]) == (12, 0.5, None)
+    assert 0 <= q["kl"]["median"] <= q["kl"]["max"]
     assert "sk-1" not in (out / "page.html").read_text() + (out / "differences.json").read_text()
+
+
+def test_servers_are_not_compared_on_items(servers: tuple[str, str], small: Path, tmp_path: Path) -> None:
+    manifest = ("--manifest", small / "prompts.jsonl", "--out", tmp_path / "out")
+    done = invoke("compare", servers[0], f"q={servers[1]}", *manifest, "--tasks", "read")
+    assert done.exit_code == 2
+    assert "--tasks is for checkpoints" in done.output
+    assert "are for servers" in invoke("compare", small, small, "--model", "x").output
+    assert not (tmp_path / "out").exists()
 
 
 def test_help_is_there_without_anything_heavy() -> None:

@@ -70,7 +70,7 @@ def run(model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("outputs") / "run"
-    onptq.quantize(model.folder, out, calibration=model.manifest, recipe=Recipe.preset("default", CHANGES))
+    onptq.quantize(model.folder, out, calibration=model.manifest, recipe=Recipe.preset("risk", CHANGES))
     yield out
     torch.set_num_threads(threads)
 
@@ -182,7 +182,7 @@ def test_the_record_holds_recipe_versions_seeds_and_hashes(run: Path, model: Tin
     record = yaml.safe_load((run_home(run) / "recipe.yaml").read_text())
     assert list(record) == ["contract", "recipe", "model", "prompts", "seeds", "versions"]
     assert record["contract"] == 2
-    assert record["recipe"] == Recipe.preset("default", CHANGES).model_dump()
+    assert record["recipe"] == Recipe.preset("risk", CHANGES).model_dump()
     assert record["model"] == {
         "source": str(model.folder),
         "family": "qwen2.5-omni",
@@ -202,6 +202,11 @@ def test_the_record_holds_recipe_versions_seeds_and_hashes(run: Path, model: Tin
         "safetensors",
     }
     assert record["versions"]["torch"] == version("torch")
+
+
+def responses(run: Path, name: str) -> dict[int, list[int]]:
+    table = columns(run_home(run) / name)
+    return {int(prompt): list(tokens) for prompt, tokens in zip(table["prompt"], table["response"], strict=True)}
 
 
 def test_the_summary_is_counted_from_the_tables(run: Path) -> None:
@@ -225,6 +230,12 @@ def test_the_summary_is_counted_from_the_tables(run: Path) -> None:
         )
         assert figures["rollout_disagreements"] == (states["token"] != states["quantized"]).sum()
         assert figures["first_fork"] == pytest.approx(first_fork(states))
+    dense = responses(run, "final/dense_trajectories.parquet")
+    for name, part in (("rtn", "rtn/final"), ("initial", "rounds/0"), ("calibrated", "final")):
+        other = responses(run, f"{part}/holdout_trajectories.parquet")
+        assert other.keys() == dense.keys()
+        changed = sum(other[prompt] != dense[prompt] for prompt in dense)
+        assert summary["holdout"][name]["reworded_percent"] == pytest.approx(100 * changed / len(dense))
     assert [figures["steps"] for figures in summary["rounds"]] == [3] * ROUNDS
     assert all(0 <= figures["best_step"] <= 3 for figures in summary["rounds"])
 
@@ -277,7 +288,7 @@ def test_generated_media_are_embedded_in_the_prompts_table(model: Tiny, tmp_path
     from onptq.check.probes import probe_prompt
 
     generated: Prompt = probe_prompt(model.source.family.modalities)
-    rtn = Recipe.preset("default", {"method": "rtn", "follow.max_tokens": 4, "compute.device": "cpu"})
+    rtn = Recipe.preset("risk", {"method": "rtn", "follow.max_tokens": 4, "compute.device": "cpu"})
     onptq.quantize(model.folder, tmp_path / "run", calibration=[generated], recipe=rtn, verify=False)
     [row] = rows(run_home(tmp_path / "run") / "prompts.parquet")
     for kind in ("images", "audios"):

@@ -74,6 +74,8 @@ def test_a_page_is_built_again_from_the_files_alone(compared: Path, tmp_path: Pa
     assert done.stdout.splitlines() == [f"Page: {copy / 'page.html'}"]
     assert (copy / "page.html").read_bytes() == (compared / "page.html").read_bytes()
     assert [one["name"] for one in data_of(copy / "page.html")["candidates"]] == ["rtn:W3A8", "rtn:W4A8"]
+    for name in ("differences.md", "differences.json"):
+        assert (copy / name).read_bytes() == (compared / name).read_bytes()
     receipt = json.loads((copy / "receipt.json").read_text())
     assert [one["name"] for one in receipt["candidates"]] == ["rtn:W3A8", "rtn:W4A8"]
 
@@ -82,6 +84,12 @@ def test_the_page_goes_where_it_is_wanted(compared: Path, tmp_path: Path) -> Non
     out = tmp_path / "elsewhere" / "mine.html"
     assert call("report", compared, "--out", out, "--quiet").stdout == ""
     assert out.read_bytes() == (compared / "page.html").read_bytes()
+    assert {file.name for file in out.parent.iterdir()} == {
+        "mine.html",
+        "mine-receipt.json",
+        "mine-differences.md",
+        "mine-differences.json",
+    }
     [line] = call("report", compared, "--out", out, "--json").stdout.splitlines()
     assert json.loads(line)["result"]["page"] == str(out) if "result" in json.loads(line) else str(out) in line
 
@@ -94,6 +102,17 @@ def test_results_on_the_same_prompts_are_shown_side_by_side(compared: Path, smal
     both = data_of(out)
     assert [one["name"] for one in both["candidates"]] == ["rtn:W3A8", "first: rtn:W4A8", "rtn:W8A8"]
     assert all(len(one["responses"]) == len(both["prompts"]) == 4 for one in both["candidates"])
+
+
+def test_a_page_of_several_does_not_replace_another_one(
+    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "page.html").write_text("mine")
+    done = call("report", compared, shutil.copytree(compared, tmp_path / "copy"))
+    assert done.exit_code == 2
+    assert "expected --out FILE" in done.stderr
+    assert (tmp_path / "page.html").read_text() == "mine"
 
 
 def test_results_on_other_prompts_are_refused(compared: Path, quantized: Path, small: Path, tmp_path: Path) -> None:
@@ -111,8 +130,19 @@ def test_results_on_other_prompts_are_refused(compared: Path, quantized: Path, s
 def test_a_run_alone_has_a_page(quantized: Path) -> None:
     page = data_of(quantized.with_name("rounded-run") / "page.html")
     assert [one["name"] for one in page["candidates"]] == ["result"]
-    assert [one["task"] for one in page["prompts"]].count("holdout") == 2
+    assert [one["dense"]["text"] != "" for one in page["prompts"]].count(True) == 2
     assert page["candidates"][0]["verdict"].startswith(("Of 2 answers ", "All 2 answers "))
+
+
+def test_every_run_and_comparison_delivers_its_changed_answers(quantized: Path, compared: Path) -> None:
+    for home in (quantized.with_name("rounded-run"), compared):
+        page, found = data_of(home / "page.html"), json.loads((home / "differences.json").read_text())
+        assert [one["name"] for one in found["candidates"]] == [one["name"] for one in page["candidates"]]
+        for one, other in zip(found["candidates"], page["candidates"], strict=True):
+            answered = [response for response in other["responses"] if response is not None]
+            assert (one["answers"], one["verdict"]) == (len(answered), other["verdict"])
+            assert one["changed"] == sum(response["change"] != "same" for response in answered)
+        assert (home / "differences.md").read_text().startswith("# ")
 
 
 def test_a_run_keeps_both_models_answers_to_held_out_prompts(quantized: Path) -> None:

@@ -105,6 +105,7 @@ def make_case(small: Tiny, scheme: str) -> Case:
 
 # Terms of like size and steps large enough to see
 PLAIN: dict[str, Any] = {
+    "hidden": 1.0,
     "pair": 1.0,
     "response": 1.0,
     "response_over": "critical",
@@ -434,6 +435,58 @@ def test_an_update_that_only_harms_returns_the_start(case: Case) -> None:
     assert all(record["holdout"] > case.holdout_score(case.theta) for record in result.history if "holdout" in record)
 
 
+def test_an_update_that_worsens_goes_back_to_its_best_in_smaller_steps(case: Case) -> None:
+    """Steps back show in the score: it is that of the best again, but for the steps since."""
+    harmful = {"lr_smoothing": 1.0, "lr_step": 1.0, "evaluations": 6}
+    saved: list[Progress] = []
+
+    def keep(progress: Progress) -> None:
+        saved.append(replace(progress, theta=progress.theta.clone(), moments=dict(progress.moments)))
+
+    result = case.calibrate(short(**harmful, rollback=0.01), holdout=case.holdout, save=keep)
+    back = [record["step"] for record in result.history if "rollback" in record]
+    assert back
+    for progress in saved:
+        if progress.step in back:
+            assert progress.best is not None
+            assert same(progress.theta, progress.best)
+            assert progress.moments == {}
+    assert saved[-1].rate == 0.5 ** len(back)
+    plain = case.calibrate(short(**harmful), holdout=case.holdout)
+    assert result.history[0]["holdout"] == plain.history[0]["holdout"]
+    assert result.history[-1]["holdout"] < plain.history[-1]["holdout"]
+
+
+def test_without_a_worse_score_a_rollback_changes_nothing(case: Case) -> None:
+    plain, guarded = (case.calibrate(short(rollback=bound), holdout=case.holdout) for bound in (None, 10.0))
+    assert same(plain.theta, guarded.theta)
+    assert plain.history == guarded.history
+
+
+@pytest.mark.parametrize("codes", ["free", "settled", "learned"])
+def test_an_update_interrupted_after_a_rollback_goes_on_with_the_same_bits(
+    case: Case, tmp_path: Path, codes: str
+) -> None:
+    rates = {"lr_smoothing": 0.3, "lr_step": 0.3, "lr_rounding": 0.3}
+    cfg, file = short(codes=codes, **rates, evaluations=6, rollback=0.0), tmp_path / "progress.safetensors"
+    whole = case.calibrate(cfg, holdout=case.holdout)
+    at = next(record["step"] for record in whole.history if "rollback" in record)
+
+    def save(progress: Progress) -> None:
+        if progress.step == at:
+            progress.save(file)
+
+    case.calibrate(cfg, holdout=case.holdout, save=save)
+    resumed = case.calibrate(cfg, holdout=case.holdout, progress=Progress.load(file, "cpu"))
+    assert same(resumed.theta, whole.theta)
+    assert resumed.history == whole.history[int(at) :]
+
+
+def test_a_rollback_needs_a_judge() -> None:
+    with pytest.raises(OnPTQError, match=r"calibrate\.rollback goes by held-out prompts"):
+        CalibrateConfig(rollback=0.1, keep="last")
+
+
 def test_of_equal_iterates_the_first_is_returned(case: Case) -> None:
     still = full_batch(lr_smoothing=0.0, lr_step=0.0, epochs=3, evaluations=3)
     result = case.calibrate(still, holdout=case.holdout)
@@ -449,6 +502,15 @@ def test_the_held_out_score_does_not_depend_on_the_micro_batch(weights_only: Cas
     ]
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
     assert scores[0] == pytest.approx(case.holdout_score(case.theta), rel=1e-4)
+
+
+def test_the_judge_weighs_states_as_the_objective_does(case: Case) -> None:
+    still = {"lr_smoothing": 0.0, "lr_step": 0.0, "anchor": 0.0, "response_over": "visited", "epochs": 1}
+    kl, states = case.holdout.states.kl.astype(np.float64), case.holdout.states
+    expected = np.average(kl, weights=1 + 3.0 * states.consequence.astype(np.float64))
+    assert abs(expected / kl.mean() - 1) > 0.01
+    result = case.calibrate(full_batch(**still, response=1.0, consequence=3.0), holdout=case.holdout)
+    assert result.history[0]["holdout"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_last_iterate_is_judged_where_the_interval_does_not_divide(case: Case) -> None:

@@ -223,7 +223,7 @@ def test_towers_run_once_per_prompt_for_the_whole_cycle(tiny: Callable[[str], Ti
     trajectories = follow(prefixes)
     states = branch(prefixes, trajectories, compare(prefixes, trajectories), horizon=2)
     states = select(score(states, RiskConfig()), SelectConfig(budget=8))
-    calibrate(policy, prompts, trajectories, states, scenery.theta, CalibrateConfig(epochs=1))
+    calibrate(policy, prompts, trajectories, states, scenery.theta, CalibrateConfig(epochs=1, hidden=1.0, pair=0.1))
     assert calls == expected
 
 

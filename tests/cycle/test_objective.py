@@ -354,7 +354,7 @@ def test_a_few_rows_of_logits_at_a_time_give_the_same_terms_and_gradients(
         theta = learnable(case.theta)
         case.policy.attach(theta)
         terms = measure(case.policy, case.items(), Targets(case.policy, None))
-        objective(terms, CalibrateConfig(gamma=1.0, pair=1.0, response=1.0)).backward()
+        objective(terms, CalibrateConfig(gamma=1.0, hidden=1.0, pair=1.0, response=1.0)).backward()
         gradients = [ratio.grad for ratio in theta.ratio.values()]
         return terms, [gradient for gradient in gradients if gradient is not None]
 
@@ -407,7 +407,7 @@ def test_checkpointing_changes_neither_values_nor_gradients(cases: Callable[...,
         case.policy.attach(theta)
         terms = measure(case.policy, case.items(), Targets(case.policy, None), checkpointed=checkpointed)
         with case.policy.speaking("Q"):
-            objective(terms, CalibrateConfig()).backward()
+            objective(terms, CalibrateConfig(hidden=1.0, pair=0.1)).backward()
         learned = *theta.smoothing.values(), *theta.ratio.values()
         results.append((terms.floats(), [parameter.grad for parameter in learned]))
     assert results[0][0] == results[1][0]
@@ -426,7 +426,7 @@ def test_the_objective_is_the_anchor_plus_gamma_times_the_critical_losses(
     cases: Callable[..., Case], removed: str | None, gamma: float
 ) -> None:
     case = cases()
-    factors: dict[str, Any] = {"pair": 1.0, "response": 1.0, **({removed: 0.0} if removed else {})}
+    factors: dict[str, Any] = {"hidden": 1.0, "pair": 1.0, "response": 1.0, **({removed: 0.0} if removed else {})}
     cfg = CalibrateConfig(gamma=gamma, **factors)
     losses = []
     for row in np.flatnonzero(case.states.critical):
@@ -512,7 +512,7 @@ def test_gradients_of_theta_are_those_of_the_smooth_surrogate(
     theta = random_theta(policy, torch.float64, offsets=True)
     for u in theta.smoothing.values():
         u *= 0.2
-    cfg = CalibrateConfig(gamma=1.0)
+    cfg = CalibrateConfig(gamma=1.0, hidden=1.0, pair=0.1)
 
     def loss(at: Theta) -> Tensor:
         policy.attach(at)

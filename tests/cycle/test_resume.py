@@ -52,7 +52,7 @@ CHECKPOINT = {
     "tokenizer.json",
 }  # where a kill among the checkpoint's files is tried
 REPEATED = "run/final/"  # what rounds/0 has, written by the same lines
-SHOWN = {"run/page.html", "run/receipt.json"}  # made of all the others
+SHOWN = {"run/page.html", "run/receipt.json", "run/differences.md", "run/differences.json"}  # made of all the others
 VARYING = {"run/log.jsonl", "run/summary.json", "run/SHA256SUMS"} | SHOWN  # times, and how often the run was begun
 
 
@@ -142,7 +142,7 @@ def run_job(job: Mapping[str, Any]) -> int:
             job["model"],
             job["out"],
             calibration=Path(job["model"]) / "prompts.jsonl",
-            recipe=Recipe.preset("default", job["recipe"]),
+            recipe=Recipe.preset("risk", job["recipe"]),
             reporter=reporter,
             verify=job["verify"],
         )
@@ -504,7 +504,8 @@ def call(model: Path, out: Path, changes: Mapping[str, Any] | None = None, *argu
     from onptq.cli import app
 
     options = [part for name, value in (TINY | dict(changes or {})).items() for part in ("--set", f"{name}={value}")]
-    line = ["quantize", model, "--out", out, "--calibration", model / "prompts.jsonl", *options, *arguments]
+    line = ["quantize", model, "--preset", "risk", "--out", out, "--calibration", model / "prompts.jsonl", *options]
+    line += arguments
     return CliRunner().invoke(app, [str(part) for part in line])
 
 

@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
 
 def run_rounds(model: Path, out: Path, **changes: Any) -> tuple[Recipe, list[States]]:
     """The recipe of a run and the bank of each of its rounds."""
-    recipe = Recipe.preset("default", TINY | changes)
+    recipe = Recipe.preset("risk", TINY | changes)
     onptq.quantize(model, out, calibration=model / "prompts.jsonl", recipe=recipe, verify=False)
     return recipe, [load_bank(run_home(out), round_index=k) for k in range(recipe.rounds)]
 
@@ -111,3 +111,13 @@ def test_branch_is_left_out_where_nothing_depends_on_it(small: Path, tmp_path: P
     assert not plain.horizon.any()
     _, (weighted,) = run_rounds(small, tmp_path / "weighted", **changes, **{"calibrate.consequence": 1.0})
     assert (weighted.horizon[weighted.kind == AGREE] > 0).any(), "every visited state is branched"
+
+
+def test_a_recipe_says_which_model_continues_the_forced_tokens(small: Path, tmp_path: Path) -> None:
+    changes = {"rounds": 1, "branch.horizon": 4}
+    _, (by_q,) = run_rounds(small, tmp_path / "quantized", **changes)
+    _, (by_d,) = run_rounds(small, tmp_path / "dense", **changes, **{"branch.policy": "dense"})
+    assert np.array_equal(by_q.token, by_d.token)
+    rows = by_q.candidates
+    assert (by_q.horizon[rows] > 0).any()
+    assert not np.array_equal(by_q.consequence[rows], by_d.consequence[rows])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from onptq.cycle.compare import Decisions, decide, pair_margin
+from onptq.cycle.divergence import kl_divergence
 
 ACTIONS = 6
 quickly = settings(max_examples=100, deadline=None)
@@ -140,3 +141,35 @@ def test_decision_discrepancy_has_the_librarys_js_as_its_proxy(z_dense: np.ndarr
     decision = decided(z_dense, z_quant)
     distance = oracles.total_variation(oracles.softmax(z_quant), oracles.softmax(z_dense))
     assert distance**2 / 2 - 1e-13 <= float(decision.js) <= distance * math.log(2) + 1e-13
+
+
+@quickly
+@given(z_dense=logits, z_quant=logits)
+def test_the_gradient_of_the_response_kl_has_twice_the_total_variation(
+    z_dense: np.ndarray, z_quant: np.ndarray
+) -> None:
+    """So equal weights already pull as hard at a state as its decision factor in Theorem 1 is large."""
+    quant = torch.from_numpy(z_quant).requires_grad_()
+    kl_divergence(torch.from_numpy(z_dense), quant).backward()
+    assert quant.grad is not None
+    pi_dense, pi_quant = oracles.softmax(z_dense), oracles.softmax(z_quant)
+    np.testing.assert_allclose(quant.grad.numpy(), pi_quant - pi_dense, atol=1e-12)
+    total_variation = 0.5 * np.abs(pi_quant - pi_dense).sum()
+    assert float(quant.grad.abs().sum()) == pytest.approx(2 * total_variation, abs=1e-11)
+
+
+@quickly
+@given(
+    z_dense=arrays(np.float64, (4, ACTIONS), elements=st.floats(-20, 20, width=32)),
+    z_quant=arrays(np.float64, (4, ACTIONS), elements=st.floats(-20, 20, width=32)),
+    span=arrays(np.float64, 4, elements=st.floats(0, 1, width=32)),
+)
+def test_a_kl_weighted_by_the_squared_span_bounds_the_expected_deviation(
+    z_dense: np.ndarray, z_quant: np.ndarray, span: np.ndarray
+) -> None:
+    """Jensen and Pinsker over four equally likely states."""
+    pi_dense, pi_quant = (np.stack([oracles.softmax(row) for row in each]) for each in (z_dense, z_quant))
+    total_variation = 0.5 * np.abs(pi_quant - pi_dense).sum(1)
+    kl = kl_divergence(torch.from_numpy(z_dense), torch.from_numpy(z_quant)).numpy()
+    squared = np.mean(total_variation * span) ** 2
+    assert squared <= np.mean((total_variation * span) ** 2) + 1e-12 <= 0.5 * np.mean(span**2 * kl) + 1e-9

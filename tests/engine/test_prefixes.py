@@ -96,6 +96,48 @@ def test_every_change_of_q_changes_its_generation(tiny: Callable[[str], Tiny]) -
     assert len(set(seen)) == len(seen)
 
 
+def test_an_attached_theta_whose_tensors_are_written_to_or_replaced_is_another_q(tiny: Callable[[str], Tiny]) -> None:
+    policy = tiny("llama").policy("W4A8")
+    theta = random_theta(policy)
+    policy.attach(theta)
+    key, path = next(iter(theta.smoothing)), next(iter(theta.linears))
+    seen = [policy.generation]
+    assert policy.generation == seen[0], "reading changes nothing"
+
+    def changed() -> bool:
+        seen.append(policy.generation)
+        return len(set(seen)) == len(seen)
+
+    theta.smoothing[key].add_(0.1)
+    assert changed()
+    theta.smoothing[key] = theta.smoothing[key].clone()
+    assert changed()
+    theta.linears[path].ratio = theta.linears[path].ratio.clone()
+    assert changed()
+    with torch.inference_mode():
+        assert policy.generation == seen[-1]
+        theta.smoothing[key] = theta.smoothing[key].clone()
+        assert changed()
+        theta.smoothing[key].add_(0.1)  # of which such a tensor tells nothing
+        assert changed()
+
+
+def test_a_replaced_tensor_of_theta_leaves_no_stale_prefix(tiny: Callable[[str], Tiny]) -> None:
+    t = tiny("llama")
+    policy = t.policy("W4A8")
+    prompts = t.encode(policy, 2)
+    prefixes = Prefixes(policy, prompts, max_tokens=4)
+    theta = Theta.rtn(policy.structure.blocks, policy.scheme)
+    policy.attach(theta)
+    before = prefixes.prompt(0, "Q").last
+    other = random_theta(policy)
+    theta.smoothing.update(other.smoothing)
+    after = prefixes.prompt(0, "Q").last
+    fresh = Prefixes(policy, prompts, max_tokens=4).prompt(0, "Q").last
+    assert torch.equal(after, fresh)
+    assert not torch.equal(after, before)
+
+
 def test_settling_and_centring_leave_q_as_it_is_and_a_loan_ends_with_the_q_before(tiny: Callable[[str], Tiny]) -> None:
     policy = tiny("llama").policy("W4A8")
     theta = random_theta(policy)

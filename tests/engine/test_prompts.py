@@ -103,7 +103,7 @@ def quantize(small: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
         "follow.max_tokens": 6,
         "calibrate.epochs": 1,
     }
-    recipe = Recipe.preset("default", tiny_run | {"compute.device": "cpu", "calibrate.batch": 2} | changes)
+    recipe = Recipe.preset("risk", tiny_run | {"compute.device": "cpu", "calibrate.batch": 2} | changes)
     onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe)
     return load_file(out / "model.safetensors")
 

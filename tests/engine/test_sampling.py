@@ -128,7 +128,7 @@ def sampled_run(small: Path, out: Path, **changes: Any) -> onptq.pipeline.Result
         "follow.responses": 3, "calibrate.epochs": 1, "calibrate.batch": 4, "compute.device": "cpu", "rounds": 2,
         "calibrate.codes": "free",
     }  # fmt: skip
-    recipe = Recipe.preset("default", tiny_run | changes)
+    recipe = Recipe.preset("risk", tiny_run | changes)
     return onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe)
 
 
@@ -167,4 +167,4 @@ def test_a_model_s_own_settings_decide_what_is_sampled(small: Path, tmp_path: Pa
 
 def test_several_greedy_responses_are_refused() -> None:
     with pytest.raises(OnPTQError, match=r"greedy responses to one prompt are all the same.*follow\.sampling=model"):
-        Recipe.preset("default", {"follow.responses": 2})
+        Recipe.preset("risk", {"follow.responses": 2})

@@ -50,7 +50,7 @@ ROUND_FILES = ("theta.safetensors", "trajectories.parquet", "bank.parquet", "hol
 
 
 def recipe(method: str = "onptq", changes: Mapping[str, Any] | None = None) -> Recipe:
-    return Recipe.preset("default", TINY | dict(changes or {})).with_overrides({"method": method})
+    return Recipe.preset("risk", TINY | dict(changes or {})).with_overrides({"method": method})
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,10 @@ RECIPE = Recipe.preset(
         "follow.max_tokens": 6,
         "calibrate.epochs": 1,
         "calibrate.batch": 3,
+        "calibrate.hidden": 1.0,
+        "calibrate.pair": 0.1,
+        "calibrate.lr_smoothing": 5e-4,
+        "calibrate.lr_step": 5e-4,
         "compute.batch_tokens": 200,
     },
 )
@@ -367,11 +371,12 @@ def without_cost(report: Report) -> Report:
 
 @pytest.mark.slow
 def test_a_process_that_is_really_killed_leaves_nothing_torn(small: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out, others = tmp_path / "out", tmp_path / "others.jsonl"
+    others.write_text("".join(json.dumps({"text": f"Number {number}"}) + "\n" for number in range(3)))
     command = [
         sys.executable, "-c", "from onptq.cli import main; main()", "compare", str(small), "rtn:W4A8", "search:W4A8",
         "--tasks", "none",
-        "--manifest", str(small / "prompts.jsonl"), "--calibration", str(small / "prompts.jsonl"), "--out", str(out),
+        "--manifest", str(others), "--calibration", str(small / "prompts.jsonl"), "--out", str(out),
         "--set", "follow.max_tokens=4",
     ]  # fmt: skip
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -804,21 +809,32 @@ def test_the_command_compares_on_manifests_and_prints_tables_and_sentences(small
     assert call("compare", small, "rtn:W4A8", "--out", tmp_path / "out", *common, "--quiet").stdout == ""
 
 
-def test_the_command_skips_bad_prompts_and_warns_of_those_it_was_calibrated_with(small: Path, tmp_path: Path) -> None:
+def test_the_command_skips_bad_prompts_repeats_and_those_it_was_calibrated_with(small: Path, tmp_path: Path) -> None:
     manifest = tmp_path / "mine.jsonl"
     texts = [f"Number {number}" for number in range(4)]
-    manifest.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *texts]))
+    manifest.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", texts[0], *texts]))
     known = tmp_path / "known.jsonl"
     known.write_text(json.dumps({"id": "same", "text": texts[2]}) + "\n")
-    result = call(
-        *("compare", small, "rtn:W4A8", "--out", tmp_path / "out", "--tasks", "none", "--manifest", manifest),
-        *("--calibration", known, "--prompts", 3, "--on-bad-prompt", "skip", "--set", "follow.max_tokens=4", "--quiet"),
-    )
+
+    def compare(out: str, calibration: Path) -> Any:
+        return call(
+            *("compare", small, "rtn:W4A8", "--out", tmp_path / out, "--tasks", "none", "--manifest", manifest),
+            *("--calibration", calibration, "--prompts", 4, "--on-bad-prompt", "skip"),
+            *("--set", "follow.max_tokens=4"),
+        )
+
+    result = compare("out", known)
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stderr.split())
     assert "1 bad prompt is skipped:" in shown
     assert "line 1: `text` must not be empty" in shown
-    assert "1 of 3 prompts that behaviour is compared on are calibration prompts too, e.g. prompt '3'" in shown
+    assert "1 of 4 prompts of mine.jsonl repeat an earlier one and are used once" in shown
+    assert "1 of 3 prompts that behaviour is compared on are calibration prompts too" in shown
+    assert "they are left out" in shown
+    assert pq.read_table(tmp_path / "out/onptq/prompts.parquet").num_rows == 2
+    refused = compare("refused", manifest)
+    assert refused.exit_code == 2
+    assert "all 3 prompts that behaviour is compared on are calibration prompts too" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ TINY: dict[str, Any] = {
     "calibrate.codes": "free",
     "calibrate.epochs": 1,
     "calibrate.batch": 2,
+    "calibrate.lr_step": 0.02,
     "compute.device": "cpu",
 }
 
@@ -61,10 +62,11 @@ def held_out(one: States) -> Holdout:
         (states(0.08, 30, seed=1), INIT_KEPT),  # twenty are not
         (states(0.12, 2, seed=1), INIT_KEPT),
         (states(0.1, 10), INIT_KEPT),  # nothing changed
+        (states(0.0999, 10, seed=1), INIT_KEPT),  # a KL that fell so little may be chance
     ],
-    ids=["better", "mismatch within chance", "mismatch worse", "KL worse", "the same"],
+    ids=["better", "mismatch within chance", "mismatch worse", "KL worse", "the same", "KL within chance"],
 )
-def test_the_init_is_kept_where_kl_did_not_fall_or_mismatch_rose_beyond_chance(after: States, kept: str) -> None:
+def test_the_init_is_kept_unless_kl_fell_and_mismatch_did_not_rise_beyond_chance(after: States, kept: str) -> None:
     before = states(0.1, 10)
     choice = choose(before, held_out(after), seed=0)
     assert choice.kept == kept
@@ -73,8 +75,19 @@ def test_the_init_is_kept_where_kl_did_not_fall_or_mismatch_rose_beyond_chance(a
     assert choice.differences["mismatch"].value == pytest.approx(mismatches[1] - mismatches[0])
 
 
+def test_one_prompt_has_no_interval_so_its_kl_decides() -> None:
+    def alone(kl: float) -> States:
+        one = states(kl, 0)
+        return one.take(np.flatnonzero(one.prompt == 0))
+
+    for before, after, kept in ((0.5, 0.1, CALIBRATED), (0.1, 0.5, INIT_KEPT)):
+        choice = choose(alone(before), Holdout([], [Trajectory(0, (0,), finished=True)], alone(after)), seed=0)
+        assert choice.differences["kl"].high is None
+        assert choice.kept == kept
+
+
 def quantize(small: Path, out: Path, **changes: Any) -> onptq.pipeline.Result:
-    recipe = Recipe.preset("default", TINY | changes)
+    recipe = Recipe.preset("risk", TINY | changes)
     return onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe)
 
 

@@ -142,7 +142,7 @@ def _run(job: Job, out: Path, reporter: QuietReporter, changed: Callable[[], Non
     rounds.SAVE_SECONDS = 0.0
     try:
         changed()
-        recipe = Recipe.preset("default", RECIPE | dict(job.recipe))
+        recipe = Recipe.preset("risk", RECIPE | dict(job.recipe))
         onptq.quantize(job.model, out, calibration=job.model / "prompts.jsonl", recipe=recipe, reporter=reporter)
     except OnPTQError as error:
         print(f"error: {error}", flush=True)

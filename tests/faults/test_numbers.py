@@ -85,7 +85,7 @@ def test_gradients_that_are_no_numbers_name_step_and_parameter(case: Case, monke
 
 
 def quantize(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    recipe = Recipe.preset("default", TINY | changes)
+    recipe = Recipe.preset("risk", TINY | changes)
     return onptq.quantize(model, out, calibration=model / "prompts.jsonl", recipe=recipe).summary
 
 

@@ -172,7 +172,7 @@ class Interrupted(QuietReporter):
 def test_a_cycle_that_was_interrupted_ends_in_a_checkpoint_that_transformers_reloads_exactly(
     name: str, made: Callable[[str], Tiny], tmp_path: Path
 ) -> None:
-    tiny, recipe = made(name), Recipe.preset("default", SHORT)
+    tiny, recipe = made(name), Recipe.preset("risk", SHORT)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     summary = onptq.quantize(tiny.folder, whole, calibration=tiny.manifest, recipe=recipe).summary
     assert summary["verification"]["max_abs_difference"] == 0.0
@@ -237,7 +237,6 @@ def test_a_processor_that_needs_torchvision_is_refused_before_any_weight_is_read
             r"Gemma4TextDecoderLayer\) do not run on hidden states, mask, positions and a cache alone",
         ),  # E2B, E4B
         ("llama4", r"Llama4TextDecoderLayer\) lacks mlp\.gate_proj, mlp\.up_proj, mlp\.down_proj"),
-        ("qwen3_5", r"layers\.0 \(Qwen3_5DecoderLayer\) lacks self_attn\.q_proj"),
         ("mamba", "mamba"),
         ("t5", "no class of model_type 't5' that writes text"),
     ],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from conftest import FAMILIES, Tiny
 from PIL import Image
@@ -25,6 +27,7 @@ from onptq.evaluate.candidates import folder_name
 from onptq.evaluate.comparison import compare_models
 from onptq.evaluate.damage import NEAR_TIE
 from onptq.evaluate.details import Detail, Future
+from onptq.evaluate.round_details import weightiest
 from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.tasks import Item, exact
 from onptq.evaluate.token_texts import TokenTexts
@@ -36,7 +39,8 @@ from onptq.page.media import SIDE, Album
 from onptq.page.places import Comparison, RunAlone, find
 from onptq.page.receipt import receipt
 from onptq.page.responses import fork, respond, words
-from onptq.page.rounds import Visit, became, collect_run
+from onptq.page.rounds import collect_run
+from onptq.page.stages import Visit, became, dense_answers
 from onptq.page.verdict import flips_of, verdict
 from onptq.recipe import Recipe
 from onptq.registry import FAMILIES as REGISTERED
@@ -76,10 +80,26 @@ def page(compared: Path) -> Page:
 @pytest.fixture(scope="module")
 def ran(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ran") / "out"
-    changes = {"scheme": "W3A8", "init": "rtn", "rounds": 2, "calibrate.epochs": 1, "calibrate.batch": 2}
+    changes = {
+        "scheme": "W3A8",
+        "init": "rtn",
+        "rounds": 2,
+        "calibrate.epochs": 1,
+        "calibrate.batch": 2,
+        "calibrate.hidden": 1.0,
+    }
     recipe = RECIPE.with_overrides({**changes, "data.prompts": 4, "data.holdout": 2})
-    onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe, verify=False)
+    onptq.quantize(small, out, calibration=known(small), recipe=recipe, verify=False)
     return out
+
+
+def known(small: Path) -> list[Prompt]:
+    """Prompts with a task and, but for the first, with a reference."""
+    prompts = load_manifest(small / "prompts.jsonl")
+    return [
+        replace(one, extra={"task": f"task {place % 2}"} | ({"reference": f"answer {place}"} if place else {}))
+        for place, one in enumerate(prompts)
+    ]
 
 
 def home(out: Path, name: str) -> Path:
@@ -176,8 +196,9 @@ def test_figures_names_and_sizes_are_those_of_the_report(page: Page, compared: P
     worst, best = page.candidates
     kl = [one.figures["kl"].value or 0.0 for one in (worst, best)]
     assert kl[0] > kl[1]
-    assert [one.computes for one in worst.served] == ["rounded values, unpacked (" + note(worst.served) + ")", "unknown (no"
-        " kernel is known to run it: simulation only)"]  # fmt: skip
+    assert [one.computes for one in worst.served] == ["rounded values, unpacked", "unknown"]
+    assert worst.served[0].note
+    assert worst.served[1].note == "no kernel is known to run it: simulation only"
     assert any(one.command == "vllm serve DIR" for one in best.served)
 
 
@@ -187,10 +208,6 @@ def test_the_verdict_has_the_numbers_and_intervals_of_the_report(page: Page) -> 
         counts = [round((value or 0.0) * total / 100) for value in (figure.value, figure.low, figure.high)]
         assert f"Of {total} answers {counts[0]} [{counts[1]}, {counts[2]}] " in candidate.verdict or not counts[0]
     assert page.candidates[0].verdict.startswith("Of 6 answers 6 [6, 6] are worded differently, ")
-
-
-def note(served: Sequence[object]) -> str:
-    return str(getattr(served[0], "computes")).partition("(")[2].removesuffix(")")  # noqa: B009
 
 
 def test_a_comparison_of_an_earlier_version_is_completed_by_the_same_command(
@@ -244,8 +261,9 @@ def test_the_page_of_a_run_shows_held_out_prompts_and_rounds(ran: Path, small: P
     assert place == find(run_home(ran)) == RunAlone(run_home(ran), ran)
     page = gather([place])
     manifest = {one.id: one for one in load_manifest(small / "prompts.jsonl")}
-    roles = [one.task for one in page.prompts]
-    assert (roles.count("calibration"), roles.count("holdout")) == (4, 2)
+    roles = pq.read_table(run_home(ran) / "prompts.parquet").column("role").to_pylist()
+    held_out = [one for one, role in zip(page.prompts, roles, strict=True) if role == "holdout"]
+    assert (len(page.prompts), len(held_out)) == (6, 2)
     names = [one.name for one in page.candidates]
     assert names[0] == "result"
     assert {"rtn", "round 1", "round 2"} <= set(names)
@@ -253,12 +271,12 @@ def test_the_page_of_a_run_shows_held_out_prompts_and_rounds(ran: Path, small: P
     assert answered["result"] == [role == "holdout" for role in roles]
     assert answered["round 1"] == [role == "calibration" for role in roles]
     dense = read_trajectories(run_home(ran) / "final/dense_trajectories.parquet")
-    answers = [one.dense for one in page.prompts if one.task == "holdout"]
+    answers = [one.dense for one in held_out]
     assert sorted(tuple(one.tokens or ()) for one in answers) == sorted(one.tokens for one in dense)
     assert all(one.text for one in answers)
     for question in page.prompts:
-        assert question.task == "holdout" or question.dense == Answer("")
-        [turn] = [turn for turn in question.turns if turn.role == "user"]
+        assert question in held_out or question.dense == Answer("")
+        [turn] = question.turns
         given = manifest[question.id].messages[-1]["content"]
         assert [("image" if p.media is not None else p.text) for p in turn.parts] == [
             p.get("text", "image") for p in given
@@ -272,6 +290,66 @@ def test_the_page_of_a_run_shows_held_out_prompts_and_rounds(ran: Path, small: P
     risk = [value for one in shown if one.states for value in one.states.risk]
     assert risk == bank.risk.tolist()
     assert all(one.states and one.states.became and len(one.states.became[0]) == 1 for one in shown)
+
+
+def test_a_round_shows_weight_likeliest_tokens_and_both_futures_of_its_critical_states(ran: Path) -> None:
+    page, bank = gather([find(ran)]), load_bank(run_home(ran))
+    [first] = [one for one in page.candidates if one.name == "round 1"]
+    places = {one.id: place for place, one in enumerate(page.prompts)}
+    rows = pq.read_table(run_home(ran) / "prompts.parquet").to_pylist()
+    place_of = {row["ordinal"]: places[row["id"]] for row in rows}
+    assert bank.critical.sum() > 3
+    for row in range(len(bank)):
+        response = first.responses[place_of[int(bank.prompt[row])]]
+        assert response is not None
+        states, at = response.states, int(bank.t[row]) - 1
+        assert states is not None
+        assert states.critical[at] == bank.critical[row]
+        top, futures = states.top[at], states.futures[at]
+        if not bank.critical[row]:
+            assert (top, futures) == (None, None)
+            continue
+        assert top is not None
+        assert futures is not None
+        assert (top.dense[0][0], top.quantized[0][0]) == (bank.reference[row], bank.quantized[row])
+        assert (futures.reference[0], futures.competitor[0]) == (bank.reference[row], bank.competitor[row])
+        assert futures.continued_by == "Q"
+        reach = int(bank.horizon[row])
+        assert sum(futures.apart[:reach]) / max(reach, 1) == pytest.approx(float(bank.consequence[row]), abs=1e-6)
+        assert states.weight[at] == bank.weight[row] > 0
+
+
+def test_the_critical_states_that_weigh_most_are_kept() -> None:
+    weight, risk = np.array([0.2, 0, 0.3, 0.3, 0.2], np.float32), np.array([1, 9, 1, 2, 3], np.float32)
+    states = plain_states(5).with_columns(weight=weight, risk=risk, critical=weight > 0)
+    kept = [weightiest(states, most).tolist() for most in (0, 1, 2, 3, 9)]
+    assert kept == [[], [3], [2, 3], [2, 3, 4], [0, 2, 3, 4]]
+
+
+def test_the_dense_models_answers_stand_beside_rounds_on_them(ran: Path) -> None:
+    recipe = Recipe().with_overrides({"follow.policy": "dense"})
+    rollouts = {one.prompt: one for one in load_trajectories(run_home(ran))}
+    held_out = dense_answers(run_home(ran), Recipe())
+    assert dense_answers(run_home(ran), recipe) == {**held_out, **rollouts}
+    assert not held_out.keys() & rollouts.keys()
+
+
+def test_a_run_keeps_task_question_and_reference_of_its_prompts(ran: Path, small: Path, tmp_path: Path) -> None:
+    given = {one.id: one for one in known(small)}
+    page = gather([find(ran)])
+    assert {one.id: (one.task, one.reference) for one in page.prompts} == {
+        name: (one.task, one.reference) for name, one in given.items()
+    }
+    rows = pq.read_table(run_home(ran) / "prompts.parquet")
+    for row in rows.to_pylist():
+        assert json.loads(row["messages"]) == given[row["id"]].messages
+    older = shutil.copytree(run_home(ran), tmp_path / "older-run")
+    pq.write_table(rows.drop_columns(["task", "messages", "reference"]), older / "prompts.parquet")
+    before = collect_run(older, ran)
+    assert {(one.task, one.reference) for one in before.prompts} == {("", None)}
+    for one, other in zip(before.prompts, page.prompts, strict=True):
+        shown = [replace(turn, parts=list(turn.parts)) for turn in one.turns if turn.role == "user"]
+        assert shown == [turn for turn in other.turns if turn.role == "user"]
 
 
 def test_without_its_tokenizer_a_run_is_shown_with_the_numbers_of_tokens(ran: Path, tmp_path: Path) -> None:
@@ -345,7 +423,11 @@ def test_a_state_has_its_details_where_they_are_kept() -> None:
     assert found is not None
     assert [one and one.dense for one in found.top] == [None, [(1, 1.0)]]
     assert [one and one.apart for one in found.futures] == [None, [0.5]]
-    assert found.consequence == [None, 0.0]
+    assert found.consequence == [None, 0.5]
+    ended = Detail([(1, 1.0)], [(2, 1.0)], Future([1, 4], [2, 3, 5], [0.5, 0.0, 0.0]))
+    found = respond(None, Trajectory(0, (1, 2), True), plain_states(2), {(0, 1): ended}, TEXTS).states
+    assert found is not None
+    assert found.consequence == [0.5, None]
 
 
 def responses(*changes: str) -> list[Response]:
@@ -364,7 +446,8 @@ def test_the_verdict_counts_answers() -> None:
     counted = said.replace("[", "(").replace("]", ")")
     assert counted.startswith("Of 5 answers 4 (")
     assert ") are worded differently, 2 (" in counted
-    assert counted.endswith("part where the dense model was sure, 2 say something else.")
+    assert ") change clearly, not at a near tie, 2 (" in counted
+    assert counted.endswith(") say something else.")
     assert verdict(responses("same", "same"), None, random()) == "All 2 answers are worded as before."
     assert verdict([], None, random()) == "Nothing was answered."
 

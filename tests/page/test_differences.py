@@ -136,7 +136,7 @@ def test_an_answer_that_ends_where_the_other_goes_on_has_no_token_there() -> Non
 def test_markdown_begins_with_the_verdict_and_has_every_change() -> None:
     page = page_of([question(name, DENSE) for name in ("a", "b")], [forked(0.25, 1.0), SAME])
     text = to_markdown(page)
-    assert text.index("Of 3 answers") < text.index("### 1. a (vqa): parts clearly")
+    assert text.index("Of 3 answers") < text.index("### 1. a (vqa): clear change")
     assert "### 2." not in text
     assert r'part at token 2: " yes" became " no", margin 1.50 logits, consequence 0.250' in text
 

@@ -30,12 +30,14 @@ def phases_of(folder: Path, recipe: Recipe, **options: Any) -> Mapping[str, Phas
     return {phase.name: phase for phase in plan.phases}
 
 
-def default(scheme: str = "W4A8", /, **changes: Any) -> Recipe:
-    return Recipe.preset("default", {"scheme": scheme, **changes})
+def complete(scheme: str = "W4A8", /, **changes: Any) -> Recipe:
+    """Every phase, over 128 prompts with answers of 64 tokens."""
+    sizes = {"data.prompts": 128, "data.holdout": 32, "follow.max_tokens": 64}
+    return Recipe.preset("risk", {"scheme": scheme, **sizes, **changes})
 
 
 def test_every_phase_holds_at_least_the_weights(seven: Path) -> None:
-    phases = phases_of(seven, default())
+    phases = phases_of(seven, complete())
     assert [*phases] == ["Load", "Encode", "Initialize", "Follow", "Compare", "Branch", "Calibrate", "Export", "Verify"]
     weights = 2 * (LINEARS + 2 * 152064 * 3584)  # and a vision tower, biases and norms
     for phase in phases.values():
@@ -45,7 +47,7 @@ def test_every_phase_holds_at_least_the_weights(seven: Path) -> None:
 
 
 def test_a_cache_limit_bounds_what_is_cached(seven: Path) -> None:
-    calibrate = phases_of(seven, default(**{"compute.cache_gib": 1.0}))["Calibrate"]
+    calibrate = phases_of(seven, complete(**{"compute.cache_gib": 1.0}))["Calibrate"]
     assert calibrate.gpu["dense targets"] == GIB // 2
     assert calibrate.gpu["prefix caches"] <= GIB
 
@@ -57,7 +59,7 @@ def test_what_theta_has_for_every_weight_is_counted(seven: Path, init: str, roun
     from_init = init != "search"
 
     def counted(codes: str, scheme: str = "W4A8") -> dict[str, float]:
-        phases = phases_of(seven, default(scheme, init=init, rounds=rounds, **{"calibrate.codes": codes}))
+        phases = phases_of(seven, complete(scheme, init=init, rounds=rounds, **{"calibrate.codes": codes}))
         held = {name: {term for term in BY_WEIGHT if term in phase.gpu} for name, phase in phases.items()}
         anything, first = held["Calibrate"], {"settled": {"theta's codes"}}.get(codes, {"rounding offsets"})
         assert held["Follow"] == held["Compare"] == held["Export"] == anything
@@ -76,7 +78,7 @@ def test_what_theta_has_for_every_weight_is_counted(seven: Path, init: str, roun
 
 def test_an_init_that_learns_holds_a_block_more_than_a_search(seven: Path) -> None:
     def initialize(init: str, codes: str = "settled") -> int:
-        return phases_of(seven, default(init=init, **{"calibrate.codes": codes}))["Initialize"].gpu_bytes
+        return phases_of(seven, complete(init=init, **{"calibrate.codes": codes}))["Initialize"].gpu_bytes
 
     search, learned = initialize("search"), initialize("signround")
     assert search + 4 * GIB < learned < search + 8 * GIB, "all codes and one block's offsets, instead of prefixes"
@@ -86,7 +88,7 @@ def test_an_init_that_learns_holds_a_block_more_than_a_search(seven: Path) -> No
 
 def test_a_response_over_visited_states_holds_their_logits(seven: Path) -> None:
     def logits(**changes: Any) -> int:
-        return phases_of(seven, default(**changes))["Calibrate"].gpu["logits"]
+        return phases_of(seven, complete(**changes))["Calibrate"].gpu["logits"]
 
     few = {"select.budget": 256, "calibrate.gamma": 1.0}
     critical, visited = (logits(**few, **{"calibrate.response_over": over}) for over in ("critical", "visited"))
@@ -94,7 +96,7 @@ def test_a_response_over_visited_states_holds_their_logits(seven: Path) -> None:
 
 
 def test_where_nothing_of_q_fits_its_weights_are_made_in_every_forward(seven: Path) -> None:
-    recipe = default(init="search", **{"calibrate.codes": "free", "compute.cache_gib": 0.5})
+    recipe = complete(init="search", **{"calibrate.codes": "free", "compute.cache_gib": 0.5})
     plan = make_plan(seven, recipe, machine=machine(24))
     follow = next(phase for phase in plan.phases if phase.name == "Follow")
     assert follow.gpu["Q's codes"] == 0

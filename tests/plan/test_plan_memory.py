@@ -63,7 +63,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     warm = write_random(
         "qwen2.5-vl", folder / "small", prompts=3, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512, image_size=56
     )
-    recipe = Recipe().with_overrides(RECIPE | RUNS[request.param])
+    recipe = Recipe.preset("risk").with_overrides(RECIPE | RUNS[request.param])
     (folder / "recipe.yaml").write_text(recipe.to_yaml())
     script = Path(__file__).with_name("plan_run.py")
     arguments = [str(path) for path in (model, folder / "recipe.yaml", folder / "out", warm)]
@@ -117,7 +117,7 @@ class Counting(QuietReporter):
 def test_the_offsets_of_the_init_are_freed_where_they_are_not_counted(small: Path, tmp_path: Path, codes: str) -> None:
     """Settled codes need none; free ones those of theta, and in an update those of its origin and of the best."""
     reporter, init = Counting(), {"init": "signround", "init_steps": 12}
-    recipe = Recipe().with_overrides(RECIPE | init | {"calibrate.codes": codes, "rounds": 2})
+    recipe = Recipe.preset("risk").with_overrides(RECIPE | init | {"calibrate.codes": codes, "rounds": 2})
     onptq.quantize(small, tmp_path, calibration=small / "prompts.jsonl", recipe=recipe, reporter=reporter, verify=False)
     alive = reporter.alive
     assert alive["Initialize (signround)"] == (codes == "free")

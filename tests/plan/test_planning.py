@@ -37,13 +37,15 @@ def broken(small: Path, tmp_path: Path) -> Path:
     return shutil.copytree(small, tmp_path / "broken")
 
 
-def default(scheme: str = "W4A8", /, **changes: Any) -> Recipe:
-    return Recipe.preset("default", {"scheme": scheme, **changes})
+def complete(scheme: str = "W4A8", /, **changes: Any) -> Recipe:
+    """Every phase, over 128 prompts with answers of 64 tokens."""
+    sizes = {"data.prompts": 128, "data.holdout": 32, "follow.max_tokens": 64}
+    return Recipe.preset("risk", {"scheme": scheme, **sizes, **changes})
 
 
 def refused(folder: Path, recipe: Recipe | None = None, **options: Any) -> str:
     """The only reason why the run cannot start, which is the verdict too."""
-    plan = make_plan(folder, recipe or default(), machine=BIG_GPU, **options)
+    plan = make_plan(folder, recipe or complete(), machine=BIG_GPU, **options)
     (reason,) = plan.refusals
     assert plan.verdict == f"cannot run: {reason}"
     assert not plan.to_json()["can_run"]
@@ -51,7 +53,7 @@ def refused(folder: Path, recipe: Recipe | None = None, **options: Any) -> str:
 
 
 def test_a_plan_that_fits_says_so_first_with_memory_and_time(seven: Path) -> None:
-    plan = make_plan(seven, default(), machine=BIG_GPU)
+    plan = make_plan(seven, complete(), machine=BIG_GPU)
     assert not plan.refusals
     assert plan.verdict.startswith("fits: needs ")
     assert " of 139.0 GiB free GPU memory on a GPU; takes about " in plan.verdict
@@ -87,19 +89,19 @@ def test_a_model_that_does_not_fit_is_refused_with_the_changes_that_make_it_fit(
 
 
 def test_nothing_is_suggested_where_the_weights_alone_do_not_fit(seven: Path) -> None:
-    (reason,) = make_plan(seven, default(), machine=machine(14)).refusals
+    (reason,) = make_plan(seven, complete(), machine=machine(14)).refusals
     assert "weights 15.4 GiB" in reason
     assert "--set" not in reason
 
 
 def test_a_base_method_is_not_told_to_be_another_one(seven: Path) -> None:
-    (reason,) = make_plan(seven, default(method="gptq"), machine=machine(24)).refusals
+    (reason,) = make_plan(seven, complete(method="gptq"), machine=machine(24)).refusals
     assert "rounding offsets" in reason
     assert "init=" not in reason
 
 
 def test_host_memory_is_checked_too(seven: Path) -> None:
-    (reason,) = make_plan(seven, default(), machine=machine(139, host_gib=8)).refusals
+    (reason,) = make_plan(seven, complete(), machine=machine(139, host_gib=8)).refusals
     assert "GiB of host memory and 8.0 GiB is free" in reason
 
 
@@ -110,7 +112,7 @@ def test_host_memory_is_checked_too(seven: Path) -> None:
 
 
 def test_several_gpus_share_what_is_dealt_out_and_nothing_else(seven: Path) -> None:
-    one, two = (make_plan(seven, default(), machine=replace(BIG_GPU, gpus=gpus)) for gpus in (1, 2))
+    one, two = (make_plan(seven, complete(), machine=replace(BIG_GPU, gpus=gpus)) for gpus in (1, 2))
     assert (one.strategy, two.strategy) == ("one GPU", "data parallel")
     assert two.verdict.startswith("fits: needs ")
     assert " free GPU memory on each of 2 a GPU (data parallel); takes about " in two.verdict
@@ -127,7 +129,7 @@ def test_several_gpus_share_what_is_dealt_out_and_nothing_else(seven: Path) -> N
 
 def test_halves_of_the_prompts_take_half_of_the_time_and_of_the_caches(seven: Path) -> None:
     """128 prompts in batches of 16, steps of 8: everything that is dealt out halves exactly."""
-    recipe = default(**{"compute.batch_tokens": 16 * 464, "data.holdout": 32, "compute.cache_gib": 100.0})
+    recipe = complete(**{"compute.batch_tokens": 16 * 464, "data.holdout": 32, "compute.cache_gib": 100.0})
     one, two = (
         {phase.name: phase for phase in make_plan(seven, recipe, machine=replace(BIG_GPU, gpus=gpus)).phases}
         for gpus in (1, 2)
@@ -140,20 +142,20 @@ def test_halves_of_the_prompts_take_half_of_the_time_and_of_the_caches(seven: Pa
 
 def test_gpus_that_have_to_wait_are_worth_a_warning(seven: Path) -> None:
     many = replace(machine(139, host_gib=1000), gpus=16)
-    batches, step = make_plan(seven, default(), machine=many).warnings
+    batches, step = make_plan(seven, complete(), machine=many).warnings
     assert batches.startswith(
         "128 responses make 4 batches, so 12 of 16 GPUs wait in Follow, Compare and Branch; --set "
     )
     assert step.startswith("a step of 8 prompts leaves 8 of 16 GPUs without any in Calibrate; --set ")
     changes = [re.findall(r"--set (\S+)", text)[0] for text in (batches, step)]
-    assert not make_plan(seven, default().with_overrides(changes), machine=many).warnings
+    assert not make_plan(seven, complete().with_overrides(changes), machine=many).warnings
 
 
 def test_a_model_larger_than_one_gpu_is_refused_however_many_there_are(
     tiny: Callable[[str], Tiny], tmp_path: Path
 ) -> None:
     large = write_sparse(tmp_path, "qwen2.5-vl-72b", tiny("qwen2.5-vl").folder)
-    plan = make_plan(large, default(), machine=machine_with(None, ComputeConfig(), 80, 8))
+    plan = make_plan(large, complete(), machine=machine_with(None, ComputeConfig(), 80, 8))
     (reason,) = plan.refusals
     assert plan.strategy is None
     assert " of GPU memory on each of 8 GPUs and 79.2 GiB is free: weights 136.7 GiB" in reason
@@ -163,9 +165,9 @@ def test_a_model_larger_than_one_gpu_is_refused_however_many_there_are(
 def test_groups_that_do_not_divide_are_refused_by_name(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
     small = tiny("llama").folder
     folder = write_sparse(tmp_path, "llama-8b", small, num_hidden_layers=2, intermediate_size=14400)
-    reason = refused(folder, default("W4A16-g128"))
+    reason = refused(folder, complete("W4A16-g128"))
     assert "layers.0.mlp.down_proj has 14400 input columns, which groups of 128 do not divide" in reason
-    assert not make_plan(folder, default("W4A16-g32"), machine=BIG_GPU).refusals
+    assert not make_plan(folder, complete("W4A16-g32"), machine=BIG_GPU).refusals
 
 
 def test_weights_that_are_not_dense_are_refused(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_a_checkpoint_without_a_decoder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_scheme_that_leaves_the_weights_alone_is_refused(small: Path) -> None:
-    assert "nothing to write" in refused(small, default("W16A8"))
+    assert "nothing to write" in refused(small, complete("W16A8"))
 
 
 def test_a_model_without_a_tokenizer_is_refused(broken: Path) -> None:
@@ -212,15 +214,15 @@ def test_prompts_longer_than_the_context_are_refused(small: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_device_that_is_not_here_is_refused(small: Path) -> None:
-    (reason,) = make_plan(small, default(**{"compute.device": "cuda"})).refusals
+    (reason,) = make_plan(small, complete(**{"compute.device": "cuda"})).refusals
     assert "no usable GPU" in reason
 
 
 def test_a_model_that_is_not_here_is_an_error_and_no_download() -> None:
     with pytest.raises(OnPTQError, match="uses no network"):
-        make_plan("someone/some-model", default())
+        make_plan("someone/some-model", complete())
     with pytest.raises(OnPTQError, match=r"did you mean zoo:qwen2\.5-vl\?"):
-        make_plan("qwen2.5-vl", default())
+        make_plan("qwen2.5-vl", complete())
 
 
 # --- disk -----------------------------------------------------------------------------------------------------------
@@ -237,11 +239,11 @@ def test_a_destination_without_room_is_refused(small: Path, tmpfs: Callable[[str
 def test_a_disk_with_room_for_the_checkpoint_alone_is_worth_a_warning(
     small: Path, tmpfs: Callable[[str], Path]
 ) -> None:
-    written = make_plan(small, default(), machine=BIG_GPU)
+    written = make_plan(small, complete(), machine=BIG_GPU)
     assert written.parts is not None
     assert written.run_bytes is not None
     size = (written.parts.output_bytes + written.run_bytes // 2) // 4096 * 4
-    plan = make_plan(small, default(), machine=BIG_GPU, out=tmpfs(f"{size}k") / "out")
+    plan = make_plan(small, complete(), machine=BIG_GPU, out=tmpfs(f"{size}k") / "out")
     assert not plan.refusals
     assert any("checkpoint and run files together take about" in text for text in plan.warnings)
 
@@ -254,7 +256,7 @@ def test_a_destination_that_holds_something_else_is_refused(small: Path, tmp_pat
 
 def test_the_files_of_a_run_are_as_large_as_said(small: Path, tmp_path: Path) -> None:
     changes = {"init": "signround", "init_steps": 2, "rounds": 1, "calibrate.epochs": 1, "follow.max_tokens": 4}
-    recipe = default(**changes, **{"data.prompts": 2, "data.holdout": 0, "compute.device": "cpu"})
+    recipe = complete(**changes, **{"data.prompts": 2, "data.holdout": 0, "compute.device": "cpu"})
     manifest, out = small / "prompts.jsonl", tmp_path / "out"
     plan = make_plan(small, recipe, calibration=manifest)
     onptq.quantize(small, out, calibration=manifest, recipe=recipe, verify=False)
@@ -273,7 +275,7 @@ def test_the_users_prompts_are_counted_as_the_model_reads_them(small: Path) -> N
     source = find_source(small)
     processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
     lengths = [processor(prompt).length for prompt in load_manifest(small / "prompts.jsonl")]
-    plan = counted(small, default(**{"data.prompts": 4, "data.holdout": 2}), calibration=small / "prompts.jsonl")
+    plan = counted(small, complete(**{"data.prompts": 4, "data.holdout": 2}), calibration=small / "prompts.jsonl")
     work = plan.work
     assert work is not None
     assert (work.prompts, work.holdout) == (4, 2)
@@ -288,19 +290,19 @@ def test_the_users_prompts_are_counted_as_the_model_reads_them(small: Path) -> N
 def test_held_out_prompts_have_a_manifest_of_their_own(small: Path, tmp_path: Path) -> None:
     manifest, held_out = small / "prompts.jsonl", tmp_path / "held-out.jsonl"
     held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("One?", "Two?")))
-    plan = counted(small, default(), calibration=manifest, holdout=held_out)
+    plan = counted(small, complete(), calibration=manifest, holdout=held_out)
     assert plan.work is not None
     assert (plan.work.prompts, plan.work.holdout) == (6, 2)
-    (reason,) = counted(small, default(), calibration=manifest, holdout=manifest).refusals
+    (reason,) = counted(small, complete(), calibration=manifest, holdout=manifest).refusals
     assert "all 6 held-out prompts are calibration prompts too" in reason
 
 
 def test_a_bad_prompt_is_refused_or_skipped_with_a_warning(small: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"id": "good", "text": "Hello."}), json.dumps({"id": "bad", "text": "?", "image": "none.png"})]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    (reason,) = counted(small, default(), calibration=tmp_path / "prompts.jsonl").refusals
+    (reason,) = counted(small, complete(), calibration=tmp_path / "prompts.jsonl").refusals
     assert "none.png" in reason
-    plan = counted(small, default(), calibration=tmp_path / "prompts.jsonl", on_bad_prompt="skip")
+    plan = counted(small, complete(), calibration=tmp_path / "prompts.jsonl", on_bad_prompt="skip")
     assert not plan.refusals
     assert plan.work is not None
     assert plan.work.prompts == 1
@@ -310,14 +312,14 @@ def test_a_bad_prompt_is_refused_or_skipped_with_a_warning(small: Path, tmp_path
 def test_arguments_that_contradict_each_other_are_errors(small: Path) -> None:
     manifest = small / "prompts.jsonl"
     with pytest.raises(OnPTQError, match="one of --calibration and --prompt-tokens"):
-        make_plan(small, default(), calibration=manifest, prompt_tokens=9)
+        make_plan(small, complete(), calibration=manifest, prompt_tokens=9)
     with pytest.raises(OnPTQError, match="expected --calibration beside --holdout"):
-        make_plan(small, default(), holdout=manifest)
+        make_plan(small, complete(), holdout=manifest)
     with pytest.raises(OnPTQError, match="--on-bad-prompt perhaps: expected one of fail, skip"):
-        make_plan(small, default(), on_bad_prompt="perhaps")
+        make_plan(small, complete(), on_bad_prompt="perhaps")
 
 
 def test_a_plan_takes_longer_for_longer_prompts(seven: Path) -> None:
-    short, long = (make_plan(seven, default(), prompt_tokens=count, machine=BIG_GPU) for count in (200, 2000))
+    short, long = (make_plan(seven, complete(), prompt_tokens=count, machine=BIG_GPU) for count in (200, 2000))
     assert long.seconds > 2 * short.seconds
     assert long.peak > short.peak + GIB

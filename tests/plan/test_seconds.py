@@ -29,7 +29,11 @@ def seven(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFactory)
 
 
 def seconds_of(folder: Path, **changes: Any) -> Mapping[str, float]:
-    plan = make_plan(folder, Recipe.preset("default", {"scheme": "W4A8", **changes}), machine=BIG_GPU)
+    plan = make_plan(
+        folder,
+        Recipe.preset("risk", {"scheme": "W4A8", "data.prompts": 128, "follow.max_tokens": 64, **changes}),
+        machine=BIG_GPU,
+    )
     return {phase.name: phase.seconds for phase in plan.phases}
 
 

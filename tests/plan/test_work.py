@@ -8,11 +8,12 @@ import pytest
 
 from onptq.plan.work import Work
 from onptq.recipe import Recipe
+from onptq.registry import METHODS
 
 
 def work(method: str = "onptq", /, **changes: Any) -> Work:
     """100 calibration and 10 held-out prompts of 200 tokens, and responses of 50."""
-    recipe = Recipe.preset("default", {"method": method, "follow.max_tokens": 50, **changes})
+    recipe = Recipe.preset("risk", {"method": method, "follow.max_tokens": 50, **changes})
     return Work(100, 10, 200, 120, recipe)
 
 
@@ -63,3 +64,9 @@ def test_a_batch_has_as_many_prompts_as_its_tokens_allow() -> None:
 def test_a_learned_init_judges_each_block_three_times_and_its_start() -> None:
     assert [work(init="signround", init_steps=steps).start_evaluations for steps in (1, 2, 200)] == [2, 3, 4]
     assert [work(init=init).start_rounds for init in ("search", "signround", "search+signround")] == [False, True, True]
+
+
+def test_the_steps_of_every_init_are_those_it_takes() -> None:
+    steps = {name: work(init=name).start_steps for name in METHODS if work(init=name).start_rounds}
+    assert steps == {"signround": 200, "search+signround": 200, "blockwise": 1280}
+    assert work(init="blockwise", init_steps=7).start_steps == 7

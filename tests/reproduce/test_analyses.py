@@ -55,10 +55,15 @@ def test_selected_states_are_found_again_by_prefix_or_by_timestep() -> None:
     """Prompt 0 says the same up to its third token; prompt 1 another first token; prompt 2 is selected elsewhere."""
     before = make_states([0, 0, 1, 1, 2], "xxxxx", critical=[True, True, False, True, True])
     after = make_states([0, 0, 1, 1, 2, 2], "xxxxxx", critical=[True, True, False, True, False, True])
-    found = risk_properties.migration((before, say((5, 6, 7), (5, 6), (1, 2))), (after, say((5, 6, 8), (9, 6), (1, 2))))
+    update = (before, say((5, 6, 7), (5, 6), (1, 2))), (after, say((5, 6, 8), (9, 6), (1, 2)))
+    found = risk_properties.migration([update])
     assert found.selected == 4
     assert found.exact.value == pytest.approx(2 / 4)  # both of prompt 0
     assert found.timestep.value == pytest.approx(3 / 4)  # and prompt 1's second token
+    nothing = update[0], (after.with_columns(critical=np.zeros(6, np.bool_)), update[1][1])
+    seeds = risk_properties.migration([update, nothing])
+    assert seeds.selected == 8
+    assert (seeds.exact.value, seeds.timestep.value) == pytest.approx((2 / 8, 3 / 8))
 
 
 # --- Table 10 ---------------------------------------------------------------------------------------------------------
@@ -173,6 +178,15 @@ def test_closed_loop_divergence_is_over_all_common_tokens_or_those_behind_the_fo
     assert over == pytest.approx([0.5, 0.65])
 
 
+def test_closed_loop_divergence_of_several_seeds_is_their_mean() -> None:
+    loops = [
+        {"prompt": np.array([0, 1]), "js": column(*js), "behind": np.array([True, True])}
+        for js in ((0.2, 0.4), (0.6, 1.0))
+    ]
+    assert Resampler().estimate(motivation.over_seeds(loops, range(2))).value == pytest.approx((0.3 + 0.8) / 2)
+    assert Resampler().estimate(motivation.over_seeds(loops[:1], range(2))).value == pytest.approx(0.3)
+
+
 def test_local_divergence_is_correlated_over_candidates_with_valid_branches() -> None:
     states = make_states(
         [0, 0, 0, 1, 1, 1, 1],
@@ -254,6 +268,10 @@ def test_proxies_track_the_factors_where_their_orders_agree(actions: Actions) ->
     assert tracked["Erosion, TV"].value == pytest.approx(1)
     assert tracked["JS, TV"].value == pytest.approx(-1)
     assert tracked["Consequence, span"].value == pytest.approx(1)
+    mixed = make_states([0, 0, 0, 0, 1, 1, 1, 1], "xx..xxx.", erosion=[*actions.tv[:2], 9, 9, *actions.tv[4:7], 9])
+    assert theory.theory(make_bank(mixed, far=[1.0] * 8), actions).tracked[
+        "Erosion, TV, of candidates alone"
+    ].value == pytest.approx(1)
 
 
 def test_the_utility_is_the_share_of_the_dense_future_that_is_said() -> None:
@@ -285,7 +303,7 @@ def test_pages_of_the_analyses_have_a_verdict_for_every_claim() -> None:
     page = risk_properties.result(
         risk_properties.mismatches(bank),
         risk_properties.concentration(bank),
-        risk_properties.migration((states, rollouts), (states, rollouts)),
+        risk_properties.migration([((states, rollouts), (states, rollouts))]),
         describe(),
     )
     assert [claim.verdict for claim in page.claims][-1] == "open"  # all are selected again, in every resample

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ from onptq.errors import OnPTQError
 from onptq.evaluate.metrics import Label
 from onptq.evaluate.statistics import Interval
 from onptq.evaluate.summary import ModelReport, Pair, Report
-from onptq.reproduce import ablations, efficiency, hyperparameters, tables
-from onptq.reproduce.catalog import NAMES, check_names
-from onptq.reproduce.experiment import Compared, Experiment
+from onptq.reproduce import ablations, catalog, efficiency, hyperparameters, selection_value, tables
+from onptq.reproduce.catalog import NAMES, WORK, Clock, check_names
+from onptq.reproduce.common import differing_setup
+from onptq.reproduce.compared import Compared
+from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.page import SUMMARY, read_results, write_page, write_summary
 from onptq.reproduce.paper_rows import paper
 from onptq.reproduce.record import Claim, Mark, Picture, Result, Table, above, all_of, below, guarded, shown, within
@@ -231,6 +236,28 @@ def test_a_hyperparameter_is_best_where_it_beats_every_other_setting() -> None:
     assert [row[4] for row in page.tables[0].rows] == ["+1.00 [+0.50, +1.20]", "main setting", "+0.90 [+0.20, +1.30]"]
 
 
+def test_what_differs_is_told_of_every_init_and_of_the_papers_own_calibration_set() -> None:
+    texts = differing_setup(
+        SETTINGS | {"init": ["qig", "masquant"]}, "a model", "a bank", calibrated="OmniBench 0 to 127"
+    )
+    assert texts[1].endswith("2 items of each task; the paper's are OmniBench 0 to 127, and a bank.")
+    assert "Here it starts from `qig` and `masquant`, and" in texts[2]
+    assert "Here it starts from `search`, and" in differing_setup(SETTINGS, "a model", "a bank")[2]
+    assert "128 pairs of COCO, and a bank." in differing_setup(SETTINGS, "a model", "a bank")[1]
+
+
+def test_the_paper_is_told_where_its_table_9_contradicts_its_text() -> None:
+    rules = ("Dense-InitQ", *selection_value.RULES)
+    of = {rule: dict.fromkeys(selection_value.SUBSETS, Interval(1.0, 0.5, 2.0)) for rule in rules}
+    ahead = {rule: dict.fromkeys(selection_value.SUBSETS, Interval(-0.5, -0.9, -0.1)) for rule in rules}
+    ahead["consequence only"] = dict.fromkeys(selection_value.SUBSETS, Interval(0.5, 0.1, 0.9))
+    counts = dict.fromkeys(selection_value.SUBSETS, 9)
+    page = selection_value.result(selection_value.Selection(counts, of, of, ahead, ahead), SETTINGS)
+    assert [claim.verdict for claim in page.claims] == ["does not hold"] * 2  # one rule is better
+    assert "consequence only 43.59, random 64.1" in page.claims[1].paper
+    assert any("the margin flips of consequence only (43.59%)" in text for text in page.differs)
+
+
 # --- efficiency -------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +320,7 @@ FOUND = Result(
 
 def test_a_page_says_claims_tables_and_differences_and_the_summary_collects_them(tmp_path: Path) -> None:
     written = write_page(FOUND, "onptq reproduce run signals", tmp_path)
-    assert [path.suffix for path in written] == [".svg", ".json", ".md"]
+    assert [path.suffix for path in written] == [".svg", ".png", ".json", ".md"]
     text = (tmp_path / "signals.md").read_text()
     for line in (
         "onptq reproduce run signals",
@@ -306,6 +333,7 @@ def test_a_page_says_claims_tables_and_differences_and_the_summary_collects_them
     ):
         assert line in text.splitlines()
     assert "<svg" in (tmp_path / "signals.svg").read_text()
+    assert (tmp_path / "signals.png").read_bytes().startswith(b"\x89PNG")
     summary = write_summary(tmp_path)
     assert summary.name == SUMMARY
     assert "| [signals](signals.md), tiny | a \\| claim | 0.1 | 0.2 [0.1, 0.3] | **holds** |" in summary.read_text()
@@ -313,6 +341,31 @@ def test_a_page_says_claims_tables_and_differences_and_the_summary_collects_them
     [read] = read_results(tmp_path)
     assert read["command"] == "onptq reproduce run signals"
     assert read["tables"][0]["best"] == [[0, 1]]
+
+
+def test_where_no_picture_can_be_drawn_the_page_and_the_command_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    told: list[str] = []
+    written = write_page(FOUND, "onptq reproduce run signals", tmp_path, told.append)
+    assert [path.suffix for path in written] == [".json", ".md"]
+    assert told == [
+        "no picture of signals: pictures as files need vl-convert-python, which is not installed: "
+        'pip install "onptq[figures]"'
+    ]
+    assert '\nNo picture: `pip install "onptq[figures]"` draws it.\n' in (tmp_path / "signals.md").read_text()
+
+
+def test_the_clock_estimates_what_is_left_in_proportion_to_the_work_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 100.0, 130.0, 190.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(catalog, "WORK", {"signals": 3, "theory": 6, "motivation": 12})
+    clock = Clock(["signals", "theory", "motivation"])
+    assert clock.begin("signals") == "signals, 1 of 3"
+    assert clock.begin("theory") == "theory, 2 of 3; 30 s so far, eta 180 s"
+    assert re.fullmatch(r"Elapsed: 90 s, \d+ s of processor time", clock.end())
+    assert set(WORK) == set(NAMES)
 
 
 def test_names_are_run_in_the_order_of_the_catalog_and_unknown_ones_refused() -> None:

@@ -206,7 +206,7 @@ def exported(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFacto
     def get(scheme: str) -> Path:
         if scheme not in written:
             out = tmp_path_factory.mktemp("exported") / scheme
-            recipe = Recipe.preset("default", {"method": "rtn", "scheme": scheme})
+            recipe = Recipe.preset("risk", {"method": "rtn", "scheme": scheme})
             onptq.quantize(str(tiny("qwen2.5-vl").folder), out, recipe=recipe, reporter=QuietReporter(), verify=False)
             written[scheme] = out
         return written[scheme]

@@ -308,7 +308,7 @@ def test_the_command_needs_a_gpu_and_a_quantized_checkpoint(tmp_path: Path) -> N
     import onptq
     from onptq.recipe import Recipe
 
-    recipe = Recipe.preset("default", {"method": "rtn", "scheme": "W4A8"})
+    recipe = Recipe.preset("risk", {"method": "rtn", "scheme": "W4A8"})
     onptq.quantize("zoo:qwen2.5-vl", tmp_path / "W4A8", recipe=recipe, verify=False)
     done = CliRunner().invoke(app, ["tune", str(tmp_path / "W4A8"), "--dtype", "float16"])
     assert done.exit_code == 2

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from onptq.checkpoint.provenance import (
     BaseModel,
     Calibration,
@@ -21,6 +19,7 @@ from onptq.checkpoint.provenance import (
 )
 from onptq.checkpoint.serving import VLLM, recommended, serve_command, serving
 from onptq.errors import OnPTQError
+from onptq.files import to_yaml
 from onptq.models import family_of
 from onptq.models.family import Family
 from onptq.schemes import Floats, Grid, Scheme
@@ -100,7 +99,7 @@ def write_card(
 ) -> str:
     """The card's text. `config` is the source's; `name` is what its user calls it; it shows its picture if `pictured`."""
     base, family = find_base(source, name), _family(config)
-    front = yaml.safe_dump(_front_matter(base, source, config, family, scheme), sort_keys=False, allow_unicode=True)
+    front = to_yaml(_front_matter(base, source, config, family, scheme), allow_unicode=True)
     sections = [
         f"# {escaped(base.name.rpartition('/')[2])} in {scheme}\n\n{_describe(base, scheme)}",
         f"## Use it\n\n{_transformers(family, scheme)}\n\n{_vllm(scheme, config, family)}",

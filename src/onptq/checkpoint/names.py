@@ -17,7 +17,7 @@ LINEARS = tuple(".".join(path) for path in structure.LINEARS.values())  # "self_
 LAYERS = 1000  # that a model may have, however few tensors are there
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 _DEPTHS = ("num_hidden_layers", "depth", "encoder_layers")  # of the language model and its towers
-_QUERY = re.compile(r"((?:.*\.)?)layers\.(\d+)\.self_attn\.(?:q|qkv)_proj\.weight")
+_QUERY = re.compile(r"((?:.*\.)?)layers\.(\d+)\.(?:self_attn\.(?:q|qkv)_proj|linear_attn\.in_proj_qkv)\.weight")
 
 
 @dataclass(frozen=True)

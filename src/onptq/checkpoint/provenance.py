@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from onptq.checkpoint.companions import cached_hub_id, lies_inside
 from onptq.checkpoint.source import is_hub_id
 from onptq.data.calibration import Prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
+from onptq.errors import OnPTQError
+from onptq.files import YAML_LIMIT, parse_yaml
 
 CARD = "README.md"
-CARD_LIMIT = 2**20  # characters of a card or recipe that are read
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -120,12 +119,10 @@ def read_mapping(folder: Path, name: str) -> dict[str, Any]:
 
 
 def parse_mapping(text: str) -> dict[str, Any]:
-    """The YAML mapping in a text; empty where it is none or has aliases, by which a few lines can become endless."""
+    """The YAML mapping in a text; empty where it is none that can be read."""
     try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            return {}
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        content = parse_yaml(text)
+    except OnPTQError:
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -136,7 +133,7 @@ def _read(folder: Path, name: str) -> str:
         return ""
     try:
         with path.open(encoding="utf-8") as file:
-            return file.read(CARD_LIMIT)
+            return file.read(YAML_LIMIT)
     except (OSError, ValueError):
         return ""
 

@@ -309,7 +309,8 @@ def _check_matrices(checkpoint: Checkpoint, decoder: Decoder, excluded: Sequence
     linears = {f"{decoder.prefix}{name}.weight" for name in decoder.linears}
     for key, tensor in checkpoint.tensors.items():
         of_layer = key.startswith(f"{decoder.prefix}layers.") and len(tensor.shape) > 1
-        if of_layer and key not in linears and not any(matches(key, pattern) for pattern in excluded):
+        depthwise = len(tensor.shape) == 3 and tensor.shape[1] == 1  # a convolution of every channel by itself
+        if of_layer and not depthwise and key not in linears and not any(matches(key, pattern) for pattern in excluded):
             raise OnPTQError(
                 f"{key} {list(tensor.shape)} is in a decoder layer and none of its linears to quantize: unsupported"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import os
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
@@ -39,6 +40,7 @@ SCARCE = {  # limits of a machine or a shell
     errno.ENFILE: "too many open files on this machine",
     errno.ENOMEM: "not enough memory",
 }
+ALLOCATOR = ("can't allocate memory", "std::bad_alloc", "out of memory")  # what torch says of it
 
 
 class Commands(TyperGroup):
@@ -68,8 +70,8 @@ class Commands(TyperGroup):
         except OnPTQError as error:
             _complain(f"error: {error}")
             raise typer.Exit(2) from None
-        except (MemoryError, OSError) as error:
-            lacking = SCARCE.get(errno.ENOMEM if isinstance(error, MemoryError) else error.errno or 0)
+        except (MemoryError, OSError, RuntimeError) as error:
+            lacking = _lacking(error)
             if lacking is None:
                 raise
             _complain(f"error: {lacking}{_kept(ctx)}")
@@ -77,6 +79,18 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             _complain(f"interrupted{_kept(ctx)}")
             raise typer.Exit(130) from None
+
+
+def _lacking(error: BaseException) -> str | None:
+    """The limit that an error has met, in words; libraries in C++ say only in words of theirs which it was."""
+    if isinstance(error, MemoryError):
+        return SCARCE[errno.ENOMEM]
+    if isinstance(error, OSError) and error.errno in SCARCE:
+        return SCARCE[error.errno]
+    found = next((number for number in SCARCE if os.strerror(number).lower() in str(error).lower()), None)
+    if found is None and any(words in str(error) for words in ALLOCATOR):
+        found = errno.ENOMEM
+    return None if found is None else SCARCE[found]
 
 
 def _complain(text: str) -> None:

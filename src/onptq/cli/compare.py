@@ -19,11 +19,24 @@ from onptq.cli.drawing import (
     largest_data,
     needs_calibration,
     origin,
+    unseen,
     usable_by,
-    warn_of_repeats,
 )
-from onptq.cli.report import page_of_results, print_page
-from onptq.cli.report_tables import print_table
+from onptq.cli.report import FORMATS, TOP, page_of_results, print_page, report_differences
+from onptq.cli.report_tables import print_report
+from onptq.cli.samples import compare_samples
+from onptq.cli.servers import (
+    KEY_HELP,
+    MODEL_DEFAULT,
+    MODEL_HELP,
+    TIMEOUT,
+    TIMEOUT_HELP,
+    are_servers,
+    compare_servers,
+    key_in,
+    place_name,
+    refuse_server_options,
+)
 from onptq.cli.settings import (
     DEVICE_HELP,
     EMBEDDED_HELP,
@@ -49,7 +62,8 @@ def compare(
         str,
         typer.Argument(
             metavar="DENSE",
-            help="The dense model: a folder, a hub id, or a name of `onptq zoo list`. With --samples its log.",
+            help="The dense model: a folder, a hub id, a name of `onptq zoo list`, or the address of a server. With --samples "
+            "its log.",
         ),
     ],
     candidates: Annotated[
@@ -58,8 +72,8 @@ def compare(
             metavar="CANDIDATE...",
             help="Checkpoint folders that transformers loads, whoever made them (NAME=FOLDER names one), or METHOD:SCHEME "
             "to be built here, e.g. rtn:W4A8, search:W4A6. Behind @ come a preset, a recipe file or FIELD=VALUE, with commas "
-            "between them, e.g. onptq:W4A8@paper,init=awq. Behind # comes a seed, e.g. onptq:W4A8#1. With --samples logs; "
-            "NAME=LOG names one.",
+            "between them, e.g. onptq:W4A8@paper,init=awq. Behind # comes a seed, e.g. onptq:W4A8#1. Or addresses of "
+            "OpenAI-compatible servers, as in `onptq diff`. With --samples logs; NAME=LOG names one.",
         ),
     ],
     samples: Annotated[
@@ -86,8 +100,13 @@ def compare(
         typer.Option(min=1, help="Items per task.", show_default="400 in all, e.g. 100 of 4 tasks"),
     ] = None,
     prompts: Annotated[
-        int, typer.Option(min=0, help="Prompts on which behaviour is compared, state by state; 0 for none.")
-    ] = PROMPTS,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Prompts on which behaviour is compared, state by state; 0 for none.",
+            show_default=f"{PROMPTS}; of servers all of the manifest",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -120,7 +139,7 @@ def compare(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="Preset of the candidates built here: light, default, best, paper or zoo.",
+            help="Preset of the candidates built here: light, default, best, risk, paper or zoo.",
             show_default=PRESET_DEFAULT,
         ),
     ] = None,
@@ -139,6 +158,9 @@ def compare(
         ),
     ] = 1,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help=MODEL_HELP, show_default=MODEL_DEFAULT)] = None,
+    key_env: Annotated[str | None, typer.Option(metavar="NAME", help=KEY_HELP)] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help=TIMEOUT_HELP)] = TIMEOUT,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print progress and the report as JSON lines.")] = False,
 ) -> None:
@@ -156,22 +178,35 @@ def compare(
         use_one_thread()
     options = {"seed": seed, "compute.device": device}
     recipe = resolve_recipe(preset or ("zoo" if of_the_zoo else None), None, options, changes or [])
+    if are_servers(dense, candidates):
+        for option, given in (("--tasks", tasks not in (None, "none")), ("--items", items), ("--critical", critical)):
+            if given:
+                raise OnPTQError(f"{option} is for checkpoints: servers are asked the prompts of --manifest alone")
+        folder = Path(f"{place_name(dense)}-compared") if out is None else out
+        longest, key = recipe.follow.max_tokens, key_in(key_env)
+        page, path = compare_servers(
+            dense, candidates, folder, manifest, prompts, longest, model, key, timeout, reporter
+        )
+        report_differences(page, path, FORMATS[0], TOP, quiet, json, reporter)
+        return
+    refuse_server_options(model, key_env)
 
     from onptq.checkpoint.source import choose_device, find_source
     from onptq.data.calibration import check_on_bad_prompt
     from onptq.evaluate.candidates import parse_candidates, with_seeds
     from onptq.evaluate.comparison import compare_models
+    from onptq.page.places import as_candidate
     from onptq.run import check_place
     from onptq.zoo.materials import draw_items
 
     check_on_bad_prompt(on_bad_prompt)
-    parsed = parse_candidates(candidates, recipe, changes or [])
+    parsed = parse_candidates([as_candidate(one) for one in candidates], recipe, changes or [])
     source = find_source(dense)
     family = source.family.name
     folder = Path(f"{short_name(dense)}-compared") if out is None else out
     choose_device(recipe.compute.device)
     check_place(folder)
-    usable = usable_by(source, recipe.follow.max_tokens) if on_bad_prompt == "skip" else None
+    usable = usable_by(source, recipe) if on_bad_prompt == "skip" else None
     data = largest_data(parsed, recipe.data)
     calibrating, held_out = (
         calibration_prompts(family, calibration, data, is_cataloged(dense), reporter, usable, seed)
@@ -180,8 +215,10 @@ def compare(
     )
     earlier = models_in(folder)
     questions = draw_items(family, tasks, items, split, reporter)
-    followed = behaviour_prompts(family, manifest, prompts, split, data.holdout, reporter, usable)
-    warn_of_repeats(followed, [*calibrating, *held_out], reporter)
+    followed = behaviour_prompts(
+        family, manifest, PROMPTS if prompts is None else prompts, split, data.holdout, reporter, usable
+    )
+    followed = unseen(followed, [*calibrating, *held_out], reporter)
     report = compare_models(
         source,
         parsed,
@@ -196,70 +233,14 @@ def compare(
         seeds=seeds,
         reporter=reporter,
     )
-    page = page_of_results(folder, reporter)
+    written = page_of_results(folder, reporter)
     if json:
         reporter.result(report.to_dict())
     elif not quiet:
         print_report(report)
         print_ending(report, folder, [one.name for first in parsed for one in with_seeds(first, seeds)], earlier)
-        if page is not None:
-            print_page(page)
-
-
-def compare_samples(
-    dense: str, candidates: Sequence[str], metric: str | None, seed: int, out: Path | None, quiet: bool, json: bool
-) -> None:
-    """Compare logs; with `out`, write the report and the changed answers into that folder."""
-    from onptq.evaluate.candidates import DENSE
-    from onptq.evaluate.report import markdown
-    from onptq.evaluate.sample_logs import changed_answers, paired_arms, read_arm
-    from onptq.evaluate.statistics import Resampler
-    from onptq.evaluate.summary import Results, summarize
-    from onptq.files import atomically, to_json
-
-    places = {DENSE: Path(dense)}
-    for text in candidates:
-        name, named, place = text.partition("=")
-        path = Path(place if named else text)
-        name = name if named else path.name.removesuffix(".jsonl")
-        if name in places:
-            raise OnPTQError(f"two logs are called {name}; expected NAME=LOG with different names")
-        places[name] = path
-    items, answers = paired_arms({name: read_arm(place, metric) for name, place in places.items()})
-    results = {name: Results(given) for name, given in answers.items()}
-    report = summarize(items, (), results, Resampler(seed), dense, f"{len(items)} items of per-sample logs")
-    changed = list(changed_answers(answers))
-    if out is not None:
-        texts = {
-            "report.json": to_json(report.to_dict(), indent=2) + "\n",
-            "report.md": markdown(report),
-            "changed.jsonl": "".join(to_json(one) + "\n" for one in changed),
-        }
-        for name, text in texts.items():
-            with atomically(out / name) as path:
-                path.write_text(text, encoding="utf-8")
-    if json:
-        make_reporter(quiet, json).result(report.to_dict() | {"changed": changed})
-    elif not quiet:
-        print_report(report)
-        if out is not None:
-            typer.echo(f"\nReport: {out / 'report.md'}; {len(changed)} changed answers: {out / 'changed.jsonl'}")
-
-
-def print_report(report: Report) -> None:
-    from rich.console import Console
-
-    from onptq.evaluate.report import notes, sentences, tables
-
-    console = Console(highlight=False)
-    for table in tables(report):
-        print_table(console, table)
-    console.print()
-    for sentence in sentences(report):
-        console.print(f"- {sentence}", markup=False)
-    console.print()
-    for note in notes(report):
-        console.print(note, style="dim", markup=False)
+        if written is not None:
+            print_page(written)
 
 
 def models_in(folder: Path) -> list[str]:

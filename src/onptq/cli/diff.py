@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +17,21 @@ from onptq.cli.drawing import (
     largest_data,
     needs_calibration,
     origin,
-    warn_of_repeats,
+    unseen,
 )
-from onptq.cli.report import print_page
+from onptq.cli.report import FORMATS, report_differences
+from onptq.cli.servers import (
+    KEY_HELP,
+    MODEL_DEFAULT,
+    MODEL_HELP,
+    TIMEOUT,
+    TIMEOUT_HELP,
+    are_servers,
+    compare_servers,
+    key_in,
+    place_name,
+    refuse_server_options,
+)
 from onptq.cli.settings import (
     DEVICE_HELP,
     EMBEDDED_HELP,
@@ -33,7 +44,6 @@ from onptq.cli.settings import (
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
-    from onptq.data.prompts import Prompt
     from onptq.page.contract import Page
     from onptq.progress import Reporter
     from onptq.recipe import Recipe
@@ -41,8 +51,6 @@ if TYPE_CHECKING:
 EMBEDDED_PROMPTS = 64
 EVERY = 2**31  # prompts of a manifest
 SPLIT = "test"
-FORMATS = ("table", "markdown", "json")
-MARKDOWN, JSON = "differences.md", "differences.json"
 
 
 def diff(
@@ -57,8 +65,9 @@ def diff(
         list[str],
         typer.Argument(
             metavar="QUANTIZED...",
-            help="Checkpoint folders, whoever made them, METHOD:SCHEME to be built here as in `onptq compare`, or addresses "
-            "of OpenAI-compatible servers (vLLM, llama.cpp, SGLang), e.g. http://localhost:8001. NAME= before it names one.",
+            help="Checkpoint folders, whoever made them, the files of runs (DIR-run), METHOD:SCHEME to be built here as in "
+            "`onptq compare`, or addresses of OpenAI-compatible servers (vLLM, llama.cpp, SGLang), e.g. http://localhost:8001. "
+            "NAME= before it names one.",
         ),
     ],
     manifest: Annotated[
@@ -88,25 +97,31 @@ def diff(
             metavar="PERCENT",
             min=0,
             max=100,
-            help="Exit with 1 if more answers than that changed clearly: where the dense model was sure, or in content.",
+            help="Exit with 1 if more answers than that changed clearly: not at a near tie, or in content.",
         ),
     ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(help=f"Manifest of prompts to build METHOD:SCHEME with{EMBEDDED_HELP}"),
     ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Change any field of the recipe, e.g. report.detail=full for the likeliest tokens of every state; repeatable.",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="What the servers call their model.", show_default="the one that each of them serves"
-        ),
+        typer.Option(metavar="NAME", help=MODEL_HELP, show_default=MODEL_DEFAULT),
     ] = None,
     key_env: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Environment variable with the API key, which is sent to all servers."),
+        typer.Option(metavar="NAME", help=KEY_HELP),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one answer of a server.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help=TIMEOUT_HELP)] = TIMEOUT,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print progress and all changed answers as JSON lines.")] = False,
 ) -> None:
@@ -117,29 +132,21 @@ def diff(
     if form not in FORMATS:
         raise OnPTQError(f"--format {form}: expected one of {', '.join(FORMATS)}")
     reporter = make_reporter(quiet, json)
-    from onptq.page.endpoints import is_endpoint
-
-    addresses = [text for text in (dense, *quantized) if is_endpoint(text)]
-    if addresses and len(addresses) <= len(quantized):
-        raise OnPTQError(
-            f"{addresses[0]} is a server, but not every model here is; expected addresses alone, or checkpoints alone: "
-            "serve the others too"
-        )
-    if addresses:
-        folder = Path(f"{_place_name(dense)}-diff") if out is None else out
-        page, path = _of_servers(
-            dense, quantized, folder, manifest, prompts, max_tokens, model, _key(key_env), timeout, reporter
+    settings = {"compute.device": device, "follow.max_tokens": max_tokens}
+    recipe = resolve_recipe("zoo" if dense.startswith(ZOO) else None, None, settings, changes or [])
+    if are_servers(dense, quantized):
+        folder = Path(f"{place_name(dense)}-diff") if out is None else out
+        longest, key = recipe.follow.max_tokens, key_in(key_env)
+        page, path = compare_servers(
+            dense, quantized, folder, manifest, prompts, longest, model, key, timeout, reporter
         )
     else:
-        if model is not None or key_env is not None:
-            raise OnPTQError(
-                "--model and --key-env are for servers; expected their addresses, e.g. http://localhost:8000"
-            )
+        refuse_server_options(model, key_env)
         folder = Path(f"{short_name(dense)}-diff") if out is None else out
-        settings = {"compute.device": device, "follow.max_tokens": max_tokens}
-        recipe = resolve_recipe("zoo" if dense.startswith(ZOO) else None, None, settings, [])
-        page, path = _of_models(dense, quantized, folder, manifest, prompts, calibration, recipe, reporter)
-    _report(page, path, form, top, quiet, json, reporter)
+        page, path = _of_models(
+            dense, quantized, folder, manifest, prompts, calibration, recipe, changes or [], reporter
+        )
+    report_differences(page, path, form, top, quiet, json, reporter)
     _fail(page, fail_above)
 
 
@@ -151,6 +158,7 @@ def _of_models(
     count: int | None,
     calibration: Path | None,
     recipe: Recipe,
+    changes: Sequence[str],
     reporter: Reporter,
 ) -> tuple[Page, Path]:
     """The page of the named candidates, and the file of the whole one."""
@@ -161,10 +169,10 @@ def _of_models(
     from onptq.evaluate.candidates import parse_candidates
     from onptq.evaluate.comparison import compare_models
     from onptq.page.make import gather, make
-    from onptq.page.places import find
+    from onptq.page.places import as_candidate, find
     from onptq.run import check_place
 
-    parsed = parse_candidates(quantized, recipe)
+    parsed = parse_candidates([as_candidate(one) for one in quantized], recipe, changes)
     source = find_source(dense)
     family = source.family.name
     choose_device(recipe.compute.device)
@@ -177,7 +185,7 @@ def _of_models(
     )
     wanted = (EMBEDDED_PROMPTS if embedded_kind(manifest) is not None else EVERY) if count is None else count
     asked = behaviour_prompts(family, manifest, wanted, SPLIT, data.holdout, reporter)
-    warn_of_repeats(asked, [*calibrating, *held_out], reporter)
+    asked = unseen(asked, [*calibrating, *held_out], reporter)
     compare_models(
         source,
         parsed,
@@ -194,70 +202,6 @@ def _of_models(
     return replace(page, candidates=[one for one in page.candidates if one.name in names]), make([folder])
 
 
-def _of_servers(
-    dense: str,
-    quantized: Sequence[str],
-    folder: Path,
-    manifest: Path | None,
-    count: int | None,
-    max_tokens: int | None,
-    model: str | None,
-    key: str | None,
-    timeout: float,
-    reporter: Reporter,
-) -> tuple[Page, Path]:
-    from onptq.data.manifest import load_manifest
-    from onptq.page.endpoints import compare_endpoints
-    from onptq.page.places import PAGE
-    from onptq.page.write import write_page
-    from onptq.recipe import Recipe
-    from onptq.run import HOME
-
-    if manifest is None or embedded_kind(manifest) is not None:
-        raise OnPTQError("servers are asked your own prompts; expected --manifest PROMPTS, a .jsonl or .parquet file")
-    if (folder / HOME).exists() or (folder.exists() and not folder.is_dir()):
-        raise OnPTQError(f"{folder} holds something else than a comparison of servers: choose another --out")
-    asked: list[Prompt] = load_manifest(manifest, limit=count, note=reporter.note)
-    try:
-        page = compare_endpoints(
-            dense,
-            quantized,
-            asked,
-            max_tokens=Recipe().follow.max_tokens if max_tokens is None else max_tokens,
-            origin=f"prompts of {manifest.name}",
-            model=model,
-            key=key,
-            timeout=timeout,
-            reporter=reporter,
-        )
-    except KeyboardInterrupt:
-        typer.echo("interrupted: answers of servers are not kept, the same command asks them again", err=True)
-        raise typer.Exit(130) from None
-    write_page(page, folder / PAGE)
-    return page, folder / PAGE
-
-
-def _report(page: Page, path: Path, form: str, top: int, quiet: bool, json: bool, reporter: Reporter) -> None:
-    """Write all changed answers beside the page, and print the worst of them."""
-    from onptq.files import atomically
-    from onptq.page.differences import all_differences, print_differences, to_json, to_markdown
-
-    for name, text in ((MARKDOWN, to_markdown(page)), (JSON, to_json(page))):
-        with atomically(path.with_name(name)) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    if json:
-        found = [one.to_dict() for one in all_differences(page)]
-        reporter.result({"page": str(path), "candidates": found})
-    elif not quiet and form == FORMATS[0]:
-        from rich.console import Console
-
-        print_differences(Console(highlight=False), page, top)
-        print_page(path)
-    elif not quiet:
-        typer.echo(to_markdown(page, top) if form == "markdown" else to_json(page), nl=False)
-        reporter.note(f"Page: {path}")
-
-
 def _fail(page: Page, above: float | None) -> None:
     """Exit with 1 where more percent of the answers than `above` changed clearly."""
     from onptq.page.differences import all_differences
@@ -268,19 +212,3 @@ def _fail(page: Page, above: float | None) -> None:
         typer.echo(f"{one.title}: {changed} changed clearly, more than {above:g}%", err=True)
     if failed:
         raise typer.Exit(1)
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if variable not in os.environ:
-        raise OnPTQError(f"--key-env {variable}: there is no such environment variable; expected one with the API key")
-    return os.environ[variable]
-
-
-def _place_name(address: str) -> str:
-    """A folder's name from the address of a server."""
-    from onptq.evaluate.candidates import folder_name
-    from onptq.page.endpoints import Endpoint
-
-    return folder_name(Endpoint.parse(address).name.replace(":", "-").replace("/", "-"))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from onptq.data.prompts import Prompt
     from onptq.evaluate.candidates import Candidate
     from onptq.progress import Reporter
-    from onptq.recipe import DataConfig
+    from onptq.recipe import DataConfig, Recipe
 
 Usable = Callable[["Prompt"], object]
 EMBEDDED = "zoo:"  # before the kind of embedded prompts, e.g. zoo:captions
@@ -39,7 +39,7 @@ def behaviour_prompts(
     """The prompts that behaviour is compared on; the first `spent` held-out ones choose iterates, so they cannot judge them."""
     kind = embedded_kind(manifest)
     if manifest is not None and kind is None:
-        return _load(manifest, reporter, usable, count) if count else []
+        return _once(_load(manifest, reporter, usable, count), manifest, reporter) if count else []
     from onptq.zoo.materials import draw_prompts
 
     return draw_prompts(family, split, count, reporter, spent if split == "held-out" else 0, kind or "mix")
@@ -58,9 +58,8 @@ def calibration_prompts(
     kind = embedded_kind(manifest)
     if manifest is not None and kind is None:
         from onptq.data.calibration import split as divide
-        from onptq.data.manifest import without_repeats
 
-        loaded = without_repeats(_load(manifest, reporter, usable))
+        loaded = _once(_load(manifest, reporter, usable), manifest, reporter)
         return divide(loaded, prompts=data.prompts, holdout=data.holdout, share=data.holdout_share, seed=seed)
     if manifest is None and not cataloged:
         raise OnPTQError("candidates that are built here need --calibration PROMPTS, a .jsonl or .parquet manifest")
@@ -79,11 +78,13 @@ def origin(items: Sized, prompts: Sized, split: str, manifest: Path | None = Non
     return "; ".join(texts)
 
 
-def usable_by(source: Source, max_new: int) -> Usable:
+def usable_by(source: Source, recipe: Recipe) -> Usable:
     """A function that raises where the dense model cannot be given a prompt."""
     from onptq.models.processing import PromptProcessor
 
-    return partial(PromptProcessor.from_folder(source.folder, source.family, source.config).check, max_new=max_new)
+    special = recipe.data.special_tokens
+    processor = PromptProcessor.from_folder(source.folder, source.family, source.config, special)
+    return partial(processor.check, max_new=recipe.follow.max_tokens)
 
 
 def _load(manifest: Path, reporter: Reporter, usable: Usable | None, limit: int | None = None) -> list[Prompt]:
@@ -98,15 +99,34 @@ def _load(manifest: Path, reporter: Reporter, usable: Usable | None, limit: int 
     return prompts
 
 
-def warn_of_repeats(prompts: Sequence[Prompt], calibration: Sequence[Prompt], reporter: Reporter) -> None:
-    """Warn where candidates are compared on prompts that they were calibrated with."""
+def _once(prompts: Sequence[Prompt], manifest: Path, reporter: Reporter) -> list[Prompt]:
+    """The prompts, each content once."""
+    from onptq.data.manifest import without_repeats
+
+    unique = without_repeats(prompts)
+    if twice := len(prompts) - len(unique):
+        reporter.note(f"{twice} of {len(prompts)} prompts of {manifest.name} repeat an earlier one and are used once")
+    return unique
+
+
+def unseen(prompts: Sequence[Prompt], calibration: Sequence[Prompt], reporter: Reporter) -> list[Prompt]:
+    """The prompts that are no calibration prompts: on those, candidates built here would look better than they are."""
     from onptq.data.manifest import repeated
 
-    if both := repeated(prompts, calibration):
-        reporter.warn(
-            f"{len(both)} of {len(prompts)} prompts that behaviour is compared on are calibration prompts too, e.g. "
-            f"{both[0]}: candidates built here look better on them than they are"
+    seen = repeated(prompts, calibration)
+    if not seen:
+        return list(prompts)
+    if len(seen) == len(prompts):
+        raise OnPTQError(
+            f"all {len(prompts)} prompts that behaviour is compared on are calibration prompts too; expected others, by "
+            "--manifest"
         )
+    reporter.warn(
+        f"{len(seen)} of {len(prompts)} prompts that behaviour is compared on are calibration prompts too, e.g. {seen[0]}: "
+        "they are left out"
+    )
+    taken = {prompt.ordinal for prompt in seen}
+    return [prompt for prompt in prompts if prompt.ordinal not in taken]
 
 
 def largest_data(candidates: Sequence[Candidate], base: DataConfig) -> DataConfig:

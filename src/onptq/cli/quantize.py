@@ -136,7 +136,8 @@ def quantize(
         on_bad_prompt=on_bad_prompt,
         reporter=reporter,
         verify=verify,
-        detail=OFF if evaluated else resolved.report.detail,  # an evaluation keeps its own
+        detail=resolved.report.detail,
+        held_out_detail=OFF if evaluated else None,  # an evaluation keeps its own
     )
     if not is_first():
         return

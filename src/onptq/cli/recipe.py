@@ -10,7 +10,7 @@ import typer
 
 def recipe(
     preset: Annotated[
-        str | None, typer.Option(help="light, default, best, paper or zoo.", show_default="default")
+        str | None, typer.Option(help="light, default, best, risk, paper or zoo.", show_default="default")
     ] = None,
     file: Annotated[Path | None, typer.Option("--recipe", help="Recipe YAML instead of a preset.")] = None,
     changes: Annotated[

@@ -11,7 +11,11 @@ from onptq.cli.settings import make_reporter
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
+    from onptq.page.contract import Page
     from onptq.progress import Reporter
+
+FORMATS = ("table", "markdown", "json")
+TOP = 10  # changed answers of a model that are printed
 
 
 def report(
@@ -26,7 +30,7 @@ def report(
         Path | None,
         typer.Option(
             help="File of the page.",
-            show_default="page.html beside the results; of several DIRs, in the current folder",
+            show_default="page.html beside the results; of several DIRs, in the current folder, unless one is there",
         ),
     ] = None,
     pictures: Annotated[
@@ -79,6 +83,25 @@ def page_of_results(folder: Path, reporter: Reporter) -> Path | None:
     except OnPTQError as error:
         reporter.warn(f"no page was written: {error}")
         return None
+
+
+def report_differences(
+    page: Page, path: Path, form: str, top: int, quiet: bool, json: bool, reporter: Reporter
+) -> None:
+    """Print the worst of the changed answers, and where the page of all is."""
+    from onptq.page.differences import all_differences, print_differences, to_json, to_markdown
+
+    if json:
+        found = [one.to_dict() for one in all_differences(page)]
+        reporter.result({"page": str(path), "candidates": found})
+    elif not quiet and form == FORMATS[0]:
+        from rich.console import Console
+
+        print_differences(Console(highlight=False), page, top)
+        print_page(path)
+    elif not quiet:
+        typer.echo(to_markdown(page, top) if form == "markdown" else to_json(page), nl=False)
+        reporter.note(f"Page: {path}")
 
 
 def print_page(path: Path) -> None:

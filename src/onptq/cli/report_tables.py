@@ -10,9 +10,26 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from onptq.evaluate.report import ReportTable
+    from onptq.evaluate.summary import Report
 
 GAP = 2  # blanks beside a column
 LEFT_OUT = "The intervals are in the report, they do not fit here."
+
+
+def print_report(report: Report) -> None:
+    from rich.console import Console
+
+    from onptq.evaluate.report import notes, sentences, tables
+
+    console = Console(highlight=False)
+    for table in tables(report):
+        print_table(console, table)
+    console.print()
+    for sentence in sentences(report):
+        console.print(f"- {sentence}", markup=False)
+    console.print()
+    for note in notes(report):
+        console.print(note, style="dim", markup=False)
 
 
 def print_table(console: Console, table: ReportTable) -> None:

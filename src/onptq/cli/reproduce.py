@@ -67,6 +67,14 @@ def run(
     bench: Annotated[
         list[Path] | None, typer.Option(help="Report of `onptq bench` for efficiency; repeatable.")
     ] = None,
+    answers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ARM=FOLDER",
+            help="Answers of `onptq eval` to real benchmarks, for main-table, flip-rate and omni-table in place of runs: "
+            "dense=FOLDER, and METHOD:SCHEME=FOLDER for each other; repeatable.",
+        ),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of every recipe; repeatable."),
@@ -80,14 +88,17 @@ def run(
     Killed at any moment, the same command continues.
     """
     from onptq.overrides import parse_override
-    from onptq.reproduce.catalog import check_names
+    from onptq.reproduce.catalog import Clock, check_answered, check_names
     from onptq.reproduce.settings import Settings, find_scale
 
     wanted, found_scale = check_names(names), find_scale(scale)
+    if answers:
+        check_answered(wanted)
     reporter = make_reporter(quiet, json)
     if model.startswith(ZOO):
         use_one_thread()
 
+    from onptq.reproduce.answered import parse_arm
     from onptq.reproduce.experiment import Experiment
     from onptq.reproduce.page import write_summary
 
@@ -103,17 +114,19 @@ def run(
         calibration=calibration,
         prompts=prompts,
         bench=tuple(bench or ()),
+        answers=tuple(map(parse_arm, answers or ())),
         changes=tuple(map(parse_override, changes or ())),
     )
     experiment = Experiment(settings, reporter)
-    failed = []
-    for place, name in enumerate(wanted, start=1):
-        reporter.note(f"{name}, {place} of {len(wanted)}")
+    failed, clock = [], Clock(wanted)
+    for name in wanted:
+        reporter.note(clock.begin(name))
         if not _run(name, experiment, reporter, out, quiet, json):
             failed.append(name)
     summary = write_summary(out)
     if not quiet and not json:
         typer.echo(f"Summary: {summary}")
+        typer.echo(clock.end())
     if failed:
         raise OnPTQError(f"not run: {', '.join(failed)}; the others are finished")
 
@@ -128,7 +141,7 @@ def _run(name: str, experiment: Experiment, reporter: Reporter, out: Path, quiet
     except OnPTQError as error:
         reporter.warn(f"{name} was not run: {error}")
         return False
-    written = write_page(result, shlex.join(["onptq", *sys.argv[1:]]), out)
+    written = write_page(result, shlex.join(["onptq", *sys.argv[1:]]), out, reporter.note)
     if json:
         reporter.result(result.to_dict())
     elif not quiet:

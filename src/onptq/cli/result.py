@@ -29,20 +29,23 @@ def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str
         if name in summary:
             yield name, str(summary[name])
     choice = _mapping(summary.get("choice"))
+    held_out = _mapping(summary.get("holdout"))
     names = ("initial", "calibrated") if summary.get("rounds") else ("final",)
-    sides = [_mapping(_mapping(summary.get("holdout")).get(side)) for side in names]
+    sides = [_mapping(held_out.get(side)) for side in names]
+    rounded = _mapping(held_out.get("rtn")) if summary.get("method") != "rtn" else {}
     for key, name, form in (
         ("mismatch_percent", "changed decisions", "{:.2f}%"),
+        ("reworded_percent", "reworded answers", "{:.0f}%"),
         ("erosion", "margin erosion", "{:.4f}"),
         ("kl", "KL to dense", "{:.5f}"),
     ):
         values = [form.format(side[key]) for side in sides if isinstance(side.get(key), int | float)]
         if values:
             change = _change(_mapping(choice.get(key.removesuffix("_percent"))), form)
-            yield (
-                f"held-out {name}",
-                " -> ".join(values) + (f" (init -> calibrated{change})" if len(values) > 1 else ""),
-            )
+            notes = [f"init -> calibrated{change}"] if len(values) > 1 else []
+            if isinstance(rounded.get(key), int | float):
+                notes.append(f"plain rounding: {form.format(rounded[key])}")
+            yield f"held-out {name}", " -> ".join(values) + (f" ({'; '.join(notes)})" if notes else "")
     if "kept" in choice:
         calibrated = choice["kept"] == "calibrated"
         yield "weights kept", "calibrated" if calibrated else "those of the init: calibration did not help"

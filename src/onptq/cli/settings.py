@@ -22,7 +22,7 @@ METHOD_HELP = (
     "onptq; its controls static (gamma 0), uniform (no risk) and offpolicy (the dense model's rollouts); or a base method: "
     "`onptq list methods`."
 )
-PRESET_HELP = "light, default, best, paper or zoo (few prompts and one round: two minutes on two cores)."
+PRESET_HELP = "light, default, best, risk, paper or zoo (few prompts and one round: two minutes on two cores)."
 PRESET_DEFAULT = "zoo for models of the zoo, else default"
 ON_BAD_PROMPT_HELP = "Stop at prompts that cannot be used, or leave them out and say which."
 EMBEDDED_HELP = "; named models bring their own: zoo:mix of all tasks, or zoo:captions."

@@ -1,13 +1,13 @@
 """Branch (Eq. 8): force the two competing tokens, let Q continue both, measure how far apart D sees the two futures.
 
 All branches of a trajectory form a tree on its cached prefix: a branch token sees the prompt, the response tokens
-before its state, and its own branch. Nothing is prefilled again.
+before its state, and its own branch. Nothing is prefilled again. Where blocks carry states, `cycle.forks` takes its place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Column, States, Trajectory
-from onptq.cycle.compare import padded_responses, state_rows
-from onptq.cycle.divergence import DIVERGENCES
+from onptq.cycle.compare import padded_responses
+from onptq.cycle.forks import Followed, common_horizon, divergences, forks, greedy
 from onptq.engine.prefixes import Prefix, Prefixes
 from onptq.models.decoder import Tokens, TreeCache
 from onptq.models.encoding import PromptBatch
@@ -29,7 +29,7 @@ FARTHEST = math.log(2)  # the largest JS divergence
 # What is seen of branches: rows of the states, both futures' tokens [rows, 2, H], forced ones first, reference before
 # competitor, and the divergence of D behind each of them [rows, H], 0 beyond the common valid horizon.
 Seen = Callable[[Column, Column, Column], None]
-Branched = tuple[Column, Column, Column]  # rows of the states, their A_t and their H_t
+Branched = tuple[Column, ...]  # rows of the states, their A_t and their H_t; tokens and divergence where they are seen
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def branch(
 ) -> States:
     """A_t and H_t of every candidate, or with `everywhere` of every state; the other columns are passed on.
 
-    Eq. 8 lets Q continue the forced tokens; with another `side`, D does. `seen` is called with the futures, of a batch that did
-    not fit into memory once more.
+    Eq. 8 lets Q continue the forced tokens; with another `side`, D does. `seen` is called with the futures, on every rank with
+    those of all.
     """
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     consequence, valid = states.consequence.copy(), states.horizon.copy()
@@ -112,38 +112,55 @@ def branch(
     def branch_batch(index: int) -> list[Branched]:
         batch, here = prefixes.batches[index], 0
         results: list[Branched] = []
-        forests = _forests(batch, states, forked, horizon)
-        if not forests:
+        rows_of = [np.flatnonzero((states.prompt == prompt.ordinal) & forked) for prompt in batch.prompts]
+        if not any(map(len, rows_of)):
             return []
         response = padded_responses(batch, by_prompt)
-        prefix = {one: prefixes.at_response(index, one, response) for one in dict.fromkeys((side, "D"))}
-        for rows in forests:
-            forest = Forest.of(batch, states, rows)
-            tokens = continuations(prefixes.policy, batch, prefix[side], forest, horizon, side)
-            apart, reach = separation(prefixes.policy, batch, prefix["D"], forest, tokens, divergence)
+        follow = forks if prefixes.policy.structure.recurrent else trees
+        for rows, tokens, apart, reach in follow(prefixes, index, states, rows_of, response, horizon, side, divergence):
             distance = apart.sum(1) / reach.clamp(min=1)
             if count_forced:
                 distance = (distance * reach + FARTHEST) / (reach + 1)
             elif eos_as_max:
                 distance = torch.where(reach == 0, FARTHEST, distance)
-            for row, chosen in enumerate(rows):
-                far, common = (column[row, : len(chosen)].cpu().numpy() for column in (distance, reach))
-                results.append((chosen, far, common))
+            looked: tuple[np.ndarray, ...] = ()
             if seen is not None:
-                futures, steps = tokens.unflatten(2, (2, -1)).cpu().numpy(), apart.cpu().numpy()
-                for row, chosen in enumerate(rows):
-                    count = len(chosen)
-                    seen(chosen, futures[row, :, :, :count].transpose(2, 1, 0), steps[row, :, :count].T)
+                looked = tokens.unflatten(2, (2, -1)).permute(0, 3, 2, 1).cpu().numpy(), apart.mT.cpu().numpy()
+            for row, chosen in enumerate(rows):
+                count = len(chosen)
+                far, common = (column[row, :count].cpu().numpy() for column in (distance, reach))
+                results.append((chosen, far, common, *(column[row, :count] for column in looked)))
             here += sum(len(chosen) for chosen in rows)
             show(done + here)
         return results
 
     for results in prefixes.map_batches(branch_batch):
-        for rows, distance, reach in results:
+        for rows, distance, reach, *futures in results:
             consequence[rows], valid[rows] = distance, reach
+            if seen is not None:
+                seen(rows, *futures)
             done += len(rows)
         show(done)
     return states.with_columns(consequence=consequence, horizon=valid)
+
+
+def trees(
+    prefixes: Prefixes,
+    index: int,
+    states: States,
+    rows_of: Sequence[np.ndarray],
+    response: Tensor,
+    horizon: int,
+    side: Side,
+    divergence: str,
+) -> Iterator[Followed]:
+    """The forks of a batch, many at a time, as trees on its cached responses."""
+    policy, batch = prefixes.policy, prefixes.batches[index]
+    prefix = {one: prefixes.at_response(index, one, response) for one in dict.fromkeys((side, "D"))}
+    for rows in _forests(rows_of, horizon):
+        forest = Forest.of(batch, states, rows)
+        tokens = continuations(policy, batch, prefix[side], forest, horizon, side)
+        yield rows, tokens, *separation(policy, batch, prefix["D"], forest, tokens, divergence)
 
 
 def continuations(
@@ -157,7 +174,7 @@ def continuations(
         for depth in range(horizon - 1):
             here = slice(depth * forest.branches, (depth + 1) * forest.branches)
             level = Tokens(policy.embed(levels[-1]), positions[..., here], forest.mask(batch, cached, depth, depth + 1))
-            levels.append(_greedy(policy, policy.run(level, cache)))
+            levels.append(greedy(policy, policy.run(level, cache)))
     return torch.stack(levels, dim=1)
 
 
@@ -175,37 +192,10 @@ def separation(
     )
     with policy.speaking("D"):
         hidden = policy.run(branches, TreeCache(prefix.cache)).unflatten(1, (horizon, 2, -1))  # [B, H, 2, N/2, d]
-    counted = torch.arange(horizon, device=reach.device)[:, None] < reach[:, None]  # [B, H, N/2]
-    counted &= forest.real.unflatten(1, (2, -1))[:, :1]
-    reference, competitor = hidden[:, :, 0][counted], hidden[:, :, 1][counted]
-    rows = state_rows(policy.vocabulary)
-    each = torch.zeros(counted.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-    each[counted] = torch.cat(
-        [
-            DIVERGENCES[divergence](
-                policy.logits(reference[start : start + rows]), policy.logits(competitor[start : start + rows])
-            )
-            for start in range(0, max(1, len(reference)), rows)
-        ]
-    )
-    return each, reach
+    return divergences(policy, hidden, reach, forest.real.unflatten(1, (2, -1))[:, 0], divergence), reach
 
 
-def common_horizon(tokens: Tensor, eos: frozenset[int]) -> Tensor:
-    """H_t: s_{t+h} exists iff neither branch ended before it, the forced token included. [B, H, N] to [B, N / 2]."""
-    ended = torch.isin(tokens, torch.tensor(sorted(eos), device=tokens.device, dtype=tokens.dtype))
-    alive: Tensor = (ended.cumsum(1) == 0).unflatten(2, (2, -1))
-    return alive.all(2).sum(1)
-
-
-def _greedy(policy: LanguageModel, hidden: Tensor) -> Tensor:
-    flat, rows = hidden.flatten(0, 1), state_rows(policy.vocabulary, models=1)
-    parts = [policy.logits(flat[start : start + rows]).argmax(-1) for start in range(0, len(flat), rows)]
-    return torch.cat(parts).view(hidden.shape[:2])
-
-
-def _forests(batch: PromptBatch, states: States, forked: np.ndarray, horizon: int) -> list[list[np.ndarray]]:
+def _forests(rows: Sequence[np.ndarray], horizon: int) -> list[list[np.ndarray]]:
     """The forked states of each prompt, by forest: as many at a time as the two limits allow."""
-    rows = [np.flatnonzero((states.prompt == prompt.ordinal) & forked) for prompt in batch.prompts]
     share = max(1, min(TREE_TOKENS // len(rows), ROW_TOKENS) // (2 * horizon))
     return [[row[start : start + share] for row in rows] for start in range(0, max(map(len, rows)), share)]

@@ -59,6 +59,7 @@ class Progress:
     best: Theta | None = None
     best_score: float = math.inf
     best_step: int = 0
+    rate: float = 1.0  # factor of the learning rates, halved by every step back
 
     def save(self, path: Path) -> None:
         thetas = {"theta": self.theta} | ({} if self.best is None else {"best": self.best})
@@ -70,6 +71,7 @@ class Progress:
         }
         tensors |= {f"moments/{name}": tensor for name, tensor in self.moments.items()}
         numbers = {"step": self.step, "best_step": self.best_step, "best_score": self.best_score}
+        numbers |= {} if self.rate == 1 else {"rate": self.rate}
         save_file(
             {name: tensor.cpu() for name, tensor in tensors.items()}, path, {key: repr(n) for key, n in numbers.items()}
         )
@@ -89,7 +91,14 @@ class Progress:
             best=Theta.of_tensors(parts["best"]) if parts["best"] else None,
             best_score=float(numbers["best_score"]),
             best_step=int(numbers["best_step"]),
+            rate=float(numbers.get("rate", 1.0)),
         )
+
+    def step_back(self) -> None:
+        """Go on from the best theta so far, in smaller steps."""
+        assert self.best is not None
+        self.theta.copy_(self.best)
+        self.rate /= 2
 
     def take_codes(self, origin: Theta) -> None:
         """Take the settled codes of the theta that the update began from."""
@@ -166,11 +175,15 @@ def calibrate(
         require_finite_loss(_figures(sums, cfg), policy, [item.sequence for item in chosen], step + 1)
         ranks.sum_([*update.gradients(), *sums.named().values()])
         terms = _figures(sums, cfg)
-        gradient = update(step)
+        gradient = update(step, progress.rate)
         record = {"step": step + 1, **terms, "gradient": gradient}
         progress.step, progress.moments = step + 1, update.moments()
         if judge is not None and ((step + 1) % interval == 0 or step + 1 == len(batches)):
             record["holdout"] = judge.consider(progress)
+            if cfg.rollback is not None and not record["holdout"] <= progress.best_score * (1 + cfg.rollback):
+                progress.step_back()
+                update.forget(progress.moments)
+                record["rollback"] = progress.best_step
         history.append(record)
         log(record)
         save(progress)
@@ -253,12 +266,17 @@ class _Update:
             counted = key == "step" and not on_gpu
             self.optimizer.state[self.learned[int(index)]][key] = tensor.cpu() if counted else tensor
 
-    def __call__(self, step: int) -> float:
-        """Take a step; return the gradient norm before clipping."""
+    def forget(self, moments: dict[str, Tensor]) -> None:
+        """Begin without moments, as the first step does."""
+        self.optimizer.state.clear()
+        moments.clear()
+
+    def __call__(self, step: int, factor: float = 1.0) -> float:
+        """Take a step at `factor` of the rates; return the gradient norm before clipping."""
         done = step / max(1, self.steps)
         cosine = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * cosine
+            group["lr"] = rate * cosine * factor
         try:
             norm = torch.nn.utils.clip_grad_norm_(self.scales, GRADIENT_NORM, error_if_nonfinite=True)
         except RuntimeError:
@@ -281,8 +299,8 @@ class _Update:
 
 
 class _Judge:
-    """The score of an iterate: anchor and on-policy KL on held-out prompts, at every state they visit, weighted as in
-    the objective. The static control is judged alike."""
+    """The score of an iterate: anchor and on-policy KL on held-out prompts, at every state they visit, with the objective's
+    weights of terms, states and responses. The static control is judged alike."""
 
     def __init__(
         self,
@@ -298,7 +316,14 @@ class _Judge:
         every = holdout.states.with_columns(
             critical=np.ones(count, np.bool_), weight=np.full(count, 1 / count, np.float32)
         )
-        self.items = UpdateSequences(policy, holdout.prompts, holdout.trajectories, every)
+        self.items = UpdateSequences(
+            policy,
+            holdout.prompts,
+            holdout.trajectories,
+            every,
+            every_response=True,
+            consequence=cfg.consequence,
+        )
         self.policy, self.targets, self.energy, self.cfg = policy, targets, energy, cfg
         self.batch_budget, self.ranks = batch_budget, ranks
 

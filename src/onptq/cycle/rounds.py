@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from onptq.bank import MISMATCH, NEAR_MISS, States, Trajectory, read_trajectories, write_trajectories
-from onptq.cycle.branch import branch
+from onptq.cycle.branch import Seen, branch
 from onptq.cycle.calibrate import Holdout, Progress, calibrate, order_seed
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
@@ -34,12 +35,29 @@ TRAJECTORIES = Codec(write_trajectories, read_trajectories)
 STATES = Codec(States.write, States.read)
 
 
+class Keeper(Protocol):
+    """Keeps of a round what those look at who want to see its decisions, beside the bank."""
+
+    def branching(self) -> Seen | None:
+        """What the futures of the round's states are shown to."""
+
+    def keep(self, cycle: Cycle, k: int, trajectories: Sequence[Trajectory], states: States) -> None:
+        """Keep what is wanted of the selected states, while Q still is that of the round."""
+
+
 class Cycle:
     """One run of the cycle. Every step is read back if an earlier process finished it, and computed otherwise."""
 
-    def __init__(self, inputs: Inputs, recipe: Recipe, run: Run, reporter: Reporter) -> None:
+    def __init__(
+        self, inputs: Inputs, recipe: Recipe, run: Run, reporter: Reporter, keeper: Keeper | None = None
+    ) -> None:
         self.inputs, self.recipe, self.run, self.reporter = inputs, recipe, run, reporter
-        self.policy, self.prefixes = inputs.policy, inputs.prefixes
+        self.policy, self.prefixes, self.keeper = inputs.policy, inputs.prefixes, keeper
+
+    @property
+    def continued_by(self) -> Side:
+        """The side that continues both tokens of a decision."""
+        return "Q" if self.recipe.branch.policy == "quantized" else "D"
 
     def rounds(self, theta: Theta) -> Theta:
         """theta^(R), from theta^(0): the algorithm of appendix A."""
@@ -102,8 +120,11 @@ class Cycle:
             if recipe.calibrate.gamma == 0:
                 return score(states, recipe.risk)
             if recipe.branches:
-                states = self.branch(k, trajectories, states)
-            return select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
+                states = self.branch(f"Branch {k + 1}", self.prefixes, trajectories, states, self._looking)
+            selected = select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
+            if self.keeper is not None:
+                self.keeper.keep(self, k, trajectories, selected)
+            return selected
 
         states = self.run.step(f"rounds/{k}/bank.parquet", STATES, compute)
         self.run.file(compared).unlink(missing_ok=True)
@@ -113,22 +134,36 @@ class Cycle:
             self.reporter.warn(f"round {k + 1}: no candidate states, so the update follows the anchor{rest}")
         return states
 
-    def branch(self, k: int, trajectories: Sequence[Trajectory], states: States) -> States:
-        """Both tokens of every candidate, forced and continued by Q; of every state where the response KL is weighted by it."""
+    @property
+    def _looking(self) -> Seen | None:
+        return None if self.keeper is None else self.keeper.branching()
+
+    def branch(
+        self,
+        label: str,
+        prefixes: Prefixes,
+        trajectories: Sequence[Trajectory],
+        states: States,
+        seen: Seen | None = None,
+    ) -> States:
+        """Both tokens of every candidate, forced and continued; of every state where the response KL is weighted by it."""
+        cfg = self.recipe.branch
         everywhere = self.recipe.calibrate.consequence > 0
         total = len(states) if everywhere else int(states.candidates.sum())
         if not total:
             return states
-        with self.reporter.phase(f"Branch {k + 1}", total=total, unit="candidates") as bar:
+        with self.reporter.phase(label, total=total, unit="candidates") as bar:
             return branch(
-                self.prefixes,
+                prefixes,
                 trajectories,
                 states,
-                horizon=self.recipe.branch.horizon,
+                horizon=cfg.horizon,
+                side=self.continued_by,
                 divergence=self.recipe.risk.divergence,
-                eos_as_max=self.recipe.branch.eos_as_max,
-                count_forced=self.recipe.branch.count_forced,
+                eos_as_max=cfg.eos_as_max,
+                count_forced=cfg.count_forced,
                 everywhere=everywhere,
+                seen=seen,
                 advance=bar.advance,
             )
 
@@ -145,14 +180,19 @@ class Cycle:
         states = self.compare(f"{name}/holdout.parquet", f"Compare {label}", held_out, trajectories)
         return Holdout(held_out.prompts, trajectories, states)
 
-    def answer_holdout(self) -> None:
-        """Commit D's own answers to the held-out prompts, beside which Q's can be read."""
-        if self.inputs.held_out is not None:
-            self.follow(DENSE_ANSWERS, "Follow held-out of D", self.inputs.held_out, "D")
+    def answer_holdout(self) -> list[Trajectory]:
+        """D's own answers to the held-out prompts, beside which Q's can be read."""
+        if self.inputs.held_out is None:
+            return []
+        return self.follow(DENSE_ANSWERS, "Follow held-out of D", self.inputs.held_out, "D")
 
     def update(self, k: int, trajectories: Sequence[Trajectory], states: States, theta: Theta) -> Theta:
         cfg, saved = self.recipe.calibrate, f"rounds/{k}/{HALFWAY}"
         holdout = self.holdout(f"rounds/{k}", f"held-out {k + 1}")
+        if holdout is not None and self.inputs.held_out is not None and cfg.gamma > 0 and cfg.consequence > 0:
+            label = f"Branch held-out {k + 1}"
+            branched = self.branch(label, self.inputs.held_out, holdout.trajectories, holdout.states)
+            holdout = replace(holdout, states=branched)
         self.inputs.forget("Q")  # the update changes it
         progress = None
         if self.run.ranks.lead(lambda: self.run.has(saved)):

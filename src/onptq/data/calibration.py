@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -188,7 +189,7 @@ def stratified(prompts: Sequence[Prompt], seed: int | None) -> list[Prompt]:
 
 
 def write_prompts(prompts: Prompts, input_ids: Sequence[Sequence[int]], path: Path) -> None:
-    """Write `prompts.parquet`: the tokens of every prompt, and its media by path and hash, or embedded."""
+    """Write `prompts.parquet`: of every prompt its tokens, what it was made from, and its media by path and hash, or embedded."""
     media = pa.list_(pa.struct([("path", pa.string()), ("sha256", pa.string()), ("bytes", pa.binary())]))
     roles = ["calibration"] * len(prompts.calibration) + ["holdout"] * len(prompts.holdout)
     columns = {
@@ -198,8 +199,15 @@ def write_prompts(prompts: Prompts, input_ids: Sequence[Sequence[int]], path: Pa
         "input_ids": pa.array(list(input_ids), pa.list_(pa.int32())),
         "images": pa.array([[_media_row(one) for one in prompt.images] for prompt in prompts.every], media),
         "audios": pa.array([[_media_row(one) for one in prompt.audios] for prompt in prompts.every], media),
+        "task": pa.array([prompt.task for prompt in prompts.every], pa.string()),
+        "messages": pa.array([_messages(prompt) for prompt in prompts.every], pa.string()),
+        "reference": pa.array([prompt.reference for prompt in prompts.every], pa.string()),
     }
     pq.write_table(pa.table(columns), path)
+
+
+def _messages(prompt: Prompt) -> str:
+    return json.dumps([dict(message) for message in prompt.messages])
 
 
 def _media_row(media: Media) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
         if not isinstance(turn, dict) or "from" not in turn:
             messages.append(_check_message(turn, MEDIA))  # some write them with role and content
             continue
-        if turn["from"] not in SHAREGPT:
+        if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT:
             raise OnPTQError(f"`from` must be one of {', '.join(SHAREGPT)}; got {turn['from']!r}")
         text = check_text(turn.get("value"), "value")
         messages.append({"role": SHAREGPT[turn["from"]], "content": _split_placeholders(text, MEDIA)})

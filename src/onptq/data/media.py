@@ -51,6 +51,14 @@ def read_image(data: bytes) -> Image:
         return image.convert("RGB")
 
 
+def decode_image(data: bytes, name: str) -> Image:
+    """The image that a prompt names; an OnPTQError where there is none."""
+    try:
+        return read_image(data)
+    except Exception as error:  # Pillow's decoders raise errors of every kind on broken files
+        raise OnPTQError(f"{name} cannot be decoded: {error}") from error
+
+
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image]:
     """The decoded image, within limits; a large one waits until no other large one is open."""

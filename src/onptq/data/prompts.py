@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from onptq.data.media import read_file
+
+EMBEDDED = re.compile(r"(?P<task>.+)/(?:test|held-out|calibration)/\d+")  # ids of embedded prompts, e.g. choice/test/17
 
 
 @dataclass(frozen=True)
@@ -40,5 +43,23 @@ class Prompt:
     place: str = field(default="", compare=False)  # "prompts.jsonl line 7"; empty where it came from no manifest
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)  # columns that no model sees
 
+    @property
+    def task(self) -> str:
+        """The task that its manifest names, or that the id of an embedded prompt begins with; else empty."""
+        named = self.extra.get("task")
+        return named if isinstance(named, str) else task_of(self.id)
+
+    @property
+    def reference(self) -> str | None:
+        """The right answer, where its manifest has one."""
+        reference = self.extra.get("reference")
+        return reference if isinstance(reference, str) else None
+
     def __str__(self) -> str:
         return f"prompt {self.id!r} ({self.place})" if self.place else f"prompt {self.id!r}"
+
+
+def task_of(identity: str) -> str:
+    """The task of an embedded prompt; empty where the id is another one's."""
+    embedded = EMBEDDED.fullmatch(identity)
+    return embedded["task"] if embedded else ""

@@ -218,14 +218,31 @@ class Prefixes:
         single = batch if len(prompts) == len(rows) else PromptBatch.of(prompts)
         cache = self.policy.cache(len(prompts), batch.width + self.max_tokens)
         with self.policy.speaking(side):
-            hidden = self.policy.run(whole_prompts(single), cache)
-        ends = torch.tensor([prompt.length - 1 for prompt in prompts], device=hidden.device)
-        last = hidden[torch.arange(len(ends), device=hidden.device), ends].clone()
+            if self.policy.structure.recurrent:
+                last = self._prefill_by_length(prompts, cache)
+            else:
+                hidden = self.policy.run(whole_prompts(single), cache)
+                ends = torch.tensor([prompt.length - 1 for prompt in prompts], device=hidden.device)
+                last = hidden[torch.arange(len(ends), device=hidden.device), ends].clone()
         if single is not batch:
             copies = torch.tensor(rows, device=last.device)
             cache.take(copies)
             last = last[copies]
+        cache.remember()
         return Prefix(cache, last)
+
+    def _prefill_by_length(self, prompts: Sequence[EncodedPrompt], cache: KVCache) -> Tensor:
+        """The last rows of the residual stream. Prompts of one length at a time: padding would change a block's state."""
+        last = prompts[0].embeds.new_empty(len(prompts), prompts[0].embeds.shape[-1])
+        by_length: dict[int, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            by_length.setdefault(prompt.length, []).append(row)
+        for length, rows in by_length.items():
+            part, at = self.policy.cache(len(rows), length), torch.tensor(rows, device=last.device)
+            last[at] = self.policy.run(whole_prompts(PromptBatch.of([prompts[row] for row in rows])), part)[:, -1]
+            cache.put(at, part)
+        cache.advance(max(by_length))
+        return last
 
 
 def whole_prompts(batch: PromptBatch) -> Tokens:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from onptq.data.prompts import Media, Prompt
 from onptq.evaluate.tasks import Item
 
 MEDIA = pa.list_(pa.struct([("path", pa.string()), ("sha256", pa.string()), ("bytes", pa.binary())]))
-EMBEDDED = re.compile(r"(?P<task>.+)/(?:test|held-out|calibration)/\d+")  # ids of embedded prompts, e.g. choice/test/17
 
 
 @dataclass(frozen=True)
@@ -35,22 +33,14 @@ class Asked:
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> Asked:
         """With the task and the reference answer of its manifest, or with the task that its id begins with."""
-        named, reference = prompt.extra.get("task"), prompt.extra.get("reference")
-        task = named if isinstance(named, str) else task_of(prompt.id)
-        reference = reference if isinstance(reference, str) else None
-        return cls(prompt.id, task, prompt.messages, prompt.images, prompt.audios, reference, prompt.ordinal)
+        media = prompt.images, prompt.audios
+        return cls(prompt.id, prompt.task, prompt.messages, *media, prompt.reference, prompt.ordinal)
 
     @classmethod
     def of_item(cls, item: Item) -> Asked:
         prompt = item.prompt
         media = prompt.images, prompt.audios
         return cls(item.id, item.task, prompt.messages, *media, item.reference, prompt.ordinal, item.measure)
-
-
-def task_of(identity: str) -> str:
-    """The task of an embedded prompt; empty where the id is another one's."""
-    embedded = EMBEDDED.fullmatch(identity)
-    return embedded["task"] if embedded else ""
 
 
 def write_asked(asked: Sequence[Asked], path: Path) -> None:

@@ -18,7 +18,7 @@ from onptq.cycle.compare import padded_responses, state_rows
 from onptq.cycle.risk import score
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError, did_you_mean
-from onptq.models.language_model import LanguageModel
+from onptq.models.language_model import LanguageModel, Side
 from onptq.recipe import RiskConfig
 
 OFF, LIGHT, FULL = "off", "light", "full"
@@ -36,6 +36,7 @@ class Future(NamedTuple):
     reference: Sequence[int]
     competitor: Sequence[int]
     apart: Sequence[float]
+    continued_by: Side = "D"
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,15 @@ def check_level(level: str) -> None:
 class Futures:
     """The futures of states, by prompt and t, as `branch` sees them; each ends with the token that ends a response."""
 
-    def __init__(self, states: States, eos: frozenset[int]) -> None:
-        self._states, self._eos = states, eos
+    def __init__(self, states: States, eos: frozenset[int], continued_by: Side = "D") -> None:
+        self._states, self._eos, self._continued_by = states, eos, continued_by
         self.found: dict[tuple[int, int], Future] = {}
 
     def see(self, rows: Column, tokens: Column, apart: Column) -> None:
         for row, (reference, competitor), steps in zip(rows.tolist(), tokens.tolist(), apart.tolist(), strict=True):
             state = int(self._states.prompt[row]), int(self._states.t[row])
             futures = self._ended(reference), self._ended(competitor)
-            self.found[state] = Future(*futures, steps[: max(map(len, futures))])
+            self.found[state] = Future(*futures, steps[: max(map(len, futures))], self._continued_by)
 
     def _ended(self, tokens: Sequence[int]) -> Sequence[int]:
         ends = [place for place, token in enumerate(tokens) if token in self._eos]
@@ -105,12 +106,13 @@ def likeliest(
         prefixes.batch_like(quantized)
     size = state_rows(prefixes.policy.vocabulary)
 
-    def read_batch(index: int) -> int:
+    def read_batch(index: int) -> list[Any]:
         batch = prefixes.batches[index]
         places = {prompt.ordinal: place for place, prompt in enumerate(batch.prompts)}
         mine = np.flatnonzero(np.isin(states.prompt, list(places)))
         if not len(mine):
-            return 0
+            return []
+        read: list[Any] = []
         response = padded_responses(batch, by_prompt)
         hidden = [
             prefixes.teacher_force(index, "D", response)[1],
@@ -120,12 +122,18 @@ def likeliest(
             where = [places[prompt] for prompt in states.prompt[rows].tolist()], (states.t[rows] - 1).tolist()
             dense = _top(prefixes.policy, hidden[0][where])
             quant = _top(other, hidden[1][where])
-            found.update({row: Detail(d, q) for row, d, q in zip(rows.tolist(), dense, quant, strict=True)})
-        return len(mine)
+            read += zip(rows.tolist(), dense, quant, strict=True)
+        return read
 
-    for count in prefixes.map_batches(read_batch, *(() if quantized is None else (quantized,))):
-        advance(count)
+    for read in prefixes.map_batches(read_batch, *(() if quantized is None else (quantized,))):
+        found.update({row: Detail(_pairs(dense), _pairs(quant)) for row, dense, quant in read})
+        advance(len(read))
     return [found[row] for row in range(len(states))]
+
+
+def _pairs(top: Sequence[Sequence[Any]]) -> list[tuple[int, float]]:
+    """The pairs of a list that may come from another process, where they are lists."""
+    return [(token, share) for token, share in top]
 
 
 def _top(policy: LanguageModel, hidden: Tensor) -> list[list[tuple[int, float]]]:
@@ -155,6 +163,7 @@ def write_details(
         "reference_future": pa.array([one and one.reference for one in both], ids),
         "competitor_future": pa.array([one and one.competitor for one in both], ids),
         "apart": pa.array([one and one.apart for one in both], shares),
+        "continued_by": pa.array([one and one.continued_by for one in both], pa.string()),
     }
     pq.write_table(pa.table(columns).replace_schema_metadata({LEVEL: level.encode()}), path)
 
@@ -177,7 +186,8 @@ def keeps(path: Path, level: str) -> bool:
 def _detail(row: Mapping[str, Any]) -> Detail:
     future = None
     if row["reference_future"] is not None:
-        future = Future(row["reference_future"], row["competitor_future"], row["apart"])
+        by: Side = row.get("continued_by") or "D"  # earlier versions let D alone continue what they kept
+        future = Future(row["reference_future"], row["competitor_future"], row["apart"], by)
     dense, quantized = (
         list(zip(row[name], row[f"{name}_probability"], strict=True)) for name in ("dense", "quantized")
     )

@@ -50,12 +50,15 @@ def keep_better(cycle: Cycle, calibrated: Theta, read_init: Callable[[], Theta])
 
 
 def choose(before: States, after: Holdout, seed: int) -> Choice:
-    """The init where KL did not fall, or where mismatch rose beyond chance; else the calibrated theta."""
+    """The calibrated theta where KL fell beyond chance and mismatch did not rise beyond chance; else the init.
+
+    One prompt gives no interval: there the KL itself must have fallen."""
     prompts = [trajectory.prompt for trajectory in after.trajectories]
     resampler = Resampler(seed)
     measures = [behaviour_measures(states, prompts) for states in (before, after.states)]
     differences = {name: resampler.difference(*(each[name] for each in measures)) for name in JUDGED}
     kl, mismatch = (differences[name] for name in JUDGED)
     harmful = mismatch.low is not None and mismatch.low > 0
-    fell = kl.value is not None and kl.value < 0
+    highest = kl.value if kl.high is None else kl.high
+    fell = highest is not None and highest < 0
     return Choice(CALIBRATED if fell and not harmful else INIT_KEPT, differences)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onptq.bank import MISMATCH, States
+from onptq.bank import MISMATCH, States, Trajectory, read_trajectories
 from onptq.checkpoint.provenance import Calibration, Estimate, Provenance, Results, Update
-from onptq.cycle.rounds import read_update
+from onptq.cycle.rounds import DENSE_ANSWERS, read_update
 from onptq.data.calibration import Prompts
+from onptq.evaluate.damage import response_measures
 from onptq.evaluate.statistics import CONFIDENCE, Measure, Part, Resampler
 from onptq.files import read_json
 from onptq.recipe import Recipe
 from onptq.run import CHOICE, INIT_KEPT, Run
 
 HELD_OUT = "holdout.parquet"
+HELD_OUT_ANSWERS = "holdout_trajectories.parquet"
 RESULT = "this checkpoint"
 
 
@@ -39,12 +41,18 @@ def read_provenance(run: Run, recipe: Recipe, prompts: Prompts) -> Provenance:
 def read_results(home: Path, recipe: Recipe) -> Results | None:
     """The held-out figures of the run whose files are in `home`: RTN, init, result. None where nothing was held out."""
     resampler = Resampler(recipe.seed)
-    tables = {title: States.read(file) for title, file in _tables(home, recipe) if file.is_file()}
+    files = {title: file for title, file in _tables(home, recipe) if file.is_file()}
+    tables = {title: States.read(file) for title, file in files.items()}
+    dense = home / DENSE_ANSWERS
+    dense_answers = read_trajectories(dense) if dense.is_file() else None  # older runs have none
     if RESULT not in tables:
         return None
     rows: dict[str, dict[str, Estimate]] = {}
     for title, states in tables.items():
-        intervals = ((name, resampler.estimate(measure)) for name, measure in _measures(states))
+        measures = _measures(states)
+        if dense_answers is not None:
+            measures += _reworded(dense_answers, read_trajectories(files[title].with_name(HELD_OUT_ANSWERS)))
+        intervals = ((name, resampler.estimate(measure)) for name, measure in measures)
         rows[title] = {name: Estimate(interval.value, interval.low, interval.high) for name, interval in intervals}
     states = tables[RESULT]
     held_out = held_out_prompts(len(np.unique(states.prompt)), recipe)
@@ -81,3 +89,9 @@ def _measures(states: States) -> list[tuple[str, Measure]]:
         return Part("held-out prompts", sums, counts)
 
     return [("mismatch %", Measure((over(states.kind == MISMATCH),), 100)), ("KL", Measure((over(states.kl),)))]
+
+
+def _reworded(dense: Sequence[Trajectory], quantized: Sequence[Trajectory]) -> list[tuple[str, Measure]]:
+    """Responses in other tokens than the dense model's."""
+    prompts = [one.prompt for one in quantized]
+    return [("answers reworded %", response_measures(dense, quantized, prompts)["reworded"])]

@@ -54,7 +54,9 @@ class Session:
         self.items, self.prompts, self.calibration, self.holdout = items, prompts, calibration, holdout
         self.plain_reporter, self.reporter = reporter, LoggedReporter(reporter, run.log)
         self.batch_tokens = BatchBudget(recipe.compute.batch_tokens, "tokens", warn=reporter.warn)
-        self.processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+        self.processor = PromptProcessor.from_folder(
+            source.folder, source.family, source.config, recipe.data.special_tokens
+        )
         self._policy: Policy | None = None
         self._questions: Questions | None = None
         self._prefixes: Prefixes | None = None

@@ -48,3 +48,9 @@ def run(name: str, policy: Policy, prompts: Sequence[EncodedPrompt], advance: Ad
 def accepts(name: str, option: str) -> bool:
     """Whether a base method has a keyword: `steps` to learn step by step, `settled` to choose a code for every weight."""
     return option in inspect.signature(METHODS[name]).parameters
+
+
+def default_steps(name: str) -> int | None:
+    """The steps that a base method takes for each block if a recipe says nothing; None where it takes no steps."""
+    steps = inspect.signature(METHODS[name]).parameters.get("steps")
+    return None if steps is None else int(steps.default)

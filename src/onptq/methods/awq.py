@@ -33,7 +33,7 @@ from onptq.quantizer.weights import fake_quantize_weight, smoothed, to_groups
 
 EXPONENTS = tuple(n / 20 for n in range(20))  # s = mean|x|^exponent; the first leaves everything as it is
 CLIPS = tuple(1 - n / 20 for n in range(10))  # 1 down to 0.55 of the range
-CLIPPED = ("v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+CLIPPED = ("v_proj", "o_proj", "in_proj_z", "out_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 CLIP_TOKENS = 512
 FLOOR = 1e-4
 ROWS = 256  # rows clipped at a time: their partial outputs are [rows, groups, tokens]

@@ -137,8 +137,8 @@ class Stream:
         if pair == "norm_qkv":
             attention = block.owner(block.consumers("v_o")[0])
             with trusted_attention():
-                out: Tensor = attention(hidden_states=x, **self._around(block))[0]
-            return out
+                out = attention(hidden_states=x, **({} if block.recurrent else self._around(block)))
+            return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
         module = (
             block.owner(block.consumers("up_down")[0])
             if pair == "norm_gate_up"

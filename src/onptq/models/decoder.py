@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +19,18 @@ from torch.utils.checkpoint import checkpoint
 from onptq.models.attention import grouped_mask, in_groups, trusted_attention, wants_groups
 from onptq.models.experts import routed
 from onptq.models.masks import same_run
-from onptq.models.structure import Block, Structure
+from onptq.models.states import States
+from onptq.models.structure import RECURRENT, Block, Structure
 
 
-class KVCache:
-    """Keys and values of every block in slots allocated once, [B, kv_heads, slots, head_dim]."""
+class KVCache(States):
+    """Keys and values of every block in slots allocated once, [B, kv_heads, slots, head_dim]; none of a recurrent block,
+    which has a state."""
 
     def __init__(self, structure: Structure, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        shapes = [(batch, block.kv_heads, slots, block.head_dim) for block in structure.blocks]
+        super().__init__()
+        heads = [0 if block.recurrent else block.kv_heads for block in structure.blocks]
+        shapes = [(batch, count, slots, block.head_dim) for count, block in zip(heads, structure.blocks, strict=True)]
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         # [B, slots] where each slot's token is, for blocks that do not see all before it
@@ -34,7 +39,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values)) + self.states_nbytes
 
     @property
     def slots(self) -> int:
@@ -57,7 +62,9 @@ class KVCache:
         self.length += tokens
 
     def rewind(self, length: int) -> None:
+        """Drop what follows the first `length` slots; states go back to where they were remembered."""
         self.length = length
+        self.restore()
 
     def take(self, rows: Tensor) -> None:
         """Make the batch these rows of it."""
@@ -66,6 +73,32 @@ class KVCache:
                 tensors[layer] = tensor[rows]
         if self.places is not None:
             self.places = self.places[rows]
+        self.take_states(rows)
+
+    def put(self, rows: Tensor, other: KVCache) -> None:
+        """Make another cache's rows these rows, in the first slots."""
+        for mine, others in ((self.keys, other.keys), (self.values, other.values)):
+            for tensor, given in zip(mine, others, strict=True):
+                tensor[rows, :, : other.length] = given[:, :, : other.length]
+        if self.places is not None and other.places is not None:
+            self.places[rows, : other.length] = other.places[:, : other.length]
+        self.put_states(rows, len(self.keys[0]), other)
+
+    def fork(self, rows: Tensor, slots: int) -> KVCache:
+        """A cache of these rows of the batch with room for `slots` more tokens. What it is given does not come here."""
+        other = copy(self)
+        other.keys, other.values = (
+            [_roomier(tensor[rows], self.length, slots) for tensor in tensors] for tensors in (self.keys, self.values)
+        )
+        if self.places is not None:
+            other.places = torch.nn.functional.pad(self.places[rows, : self.length], (0, slots))
+        other.conv, other.recurrent, other.remembered = dict(self.conv), dict(self.recurrent), ({}, {})
+        other.take_states(rows)
+        return other
+
+
+def _roomier(keys: Tensor, length: int, slots: int) -> Tensor:
+    return torch.nn.functional.pad(keys[:, :, :length], (0, 0, 0, slots))
 
 
 class SlotCache:
@@ -79,6 +112,18 @@ class SlotCache:
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return keys.index_copy_(2, self.slot, key), values.index_copy_(2, self.slot, value)
+
+    def get_conv_state(self, layer: int, **_: Any) -> Tensor | None:
+        return self.cache.get_conv_state(layer)
+
+    def get_recurrent_state(self, layer: int, **_: Any) -> Tensor | None:
+        return self.cache.get_recurrent_state(layer)
+
+    def is_recording_past(self, layer: int) -> bool:
+        return False
+
+    def update_recurrent_state(self, state: Tensor, layer: int, **_: Any) -> Tensor:
+        return self.cache.recurrent[layer].copy_(state)
 
     def place(self, positions: Tensor) -> Tensor:
         assert self.cache.places is not None
@@ -134,7 +179,7 @@ def layer_masks(structure: Structure, tokens: Tokens, cache: Cache | None = None
     """The mask [B, 1, S, K] of every layer type; None where each slot sees itself and all before it."""
     masks: dict[str, Tensor | None] = dict.fromkeys(structure.types, tokens.mask)
     if not structure.narrowed and tokens.runs is None:
-        return masks
+        return masks | _unmasked(structure)
     queries, causal = tokens.positions[0], tokens.mask
     if causal is None:
         slots = torch.arange(queries.shape[1], device=queries.device)
@@ -151,7 +196,12 @@ def layer_masks(structure: Structure, tokens: Tokens, cache: Cache | None = None
                 masks[kind] = (causal if mask is None else mask) & (at - behind < block.window)
             elif block.chunk:
                 masks[kind] = (causal if mask is None else mask) & (at // block.chunk == behind // block.chunk)
-    return masks
+    return masks | _unmasked(structure)
+
+
+def _unmasked(structure: Structure) -> dict[str, Tensor | None]:
+    """No mask for recurrent blocks: what they see is their state."""
+    return {RECURRENT: None} if structure.recurrent else {}
 
 
 def run_blocks(

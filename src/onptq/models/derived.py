@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any
 
 from onptq.errors import OnPTQError
-from onptq.models.family import Family
+from onptq.models.family import Family, ImagePlaceholder
 
 AUTO_CLASSES = (  # of transformers, each a mapping from model_type to the class that writes text
     "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
@@ -23,10 +23,11 @@ AUTO_CLASSES = (  # of transformers, each a mapping from model_type to the class
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
 )
 ARGUMENTS = {"image": "pixel_values", "audio": "input_features"}  # of a forward that takes such media
+CUT_AS_QWEN = ("qwen3_5", "qwen3_5_moe")  # model types whose images are prepared as the registered Qwen families' are
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layers", "depth", "encoder_layers")
 LAYERS = 1000  # that a model may have: more would take for ever to build
 TRIED_TOKENS = 2
-_QUERY = re.compile(r"((?:.*\.)?)layers\.\d+\.self_attn\.(?:q|qkv)_proj\.\w+")
+_QUERY = re.compile(r"((?:.*\.)?)layers\.\d+\.(?:self_attn\.(?:q|qkv)_proj|linear_attn\.in_proj_qkv)\.\w+")
 
 
 def model_class(model_type: str) -> str | None:
@@ -53,6 +54,7 @@ def derive_family(config: Mapping[str, Any], names: Collection[str] = ()) -> Fam
     towers = tuple(_towers(beside))
     has = {"image": any("audio" not in part for part in beside), "audio": any("audio" in part for part in beside)}
     media = tuple(kind for kind in ("image", "audio") if kind in built.takes and has[kind])
+    cut = model_type in CUT_AS_QWEN and "image" in media
     return Family(
         model_type,
         (model_type,),
@@ -61,7 +63,9 @@ def derive_family(config: Mapping[str, Any], names: Collection[str] = ()) -> Fam
         linears=built.linears,
         followers=built.followers,
         derived=True,
-        by_processor=media,
+        image=ImagePlaceholder("<|image_pad|>") if cut else None,
+        token_types=cut,
+        by_processor=() if cut else media,
     )
 
 
@@ -142,9 +146,11 @@ def _try_blocks(structure: Any, name: str) -> None:
     hidden = torch.empty(1, TRIED_TOKENS, weight.shape[1], dtype=weight.dtype, device="meta")
     positions = torch.empty(structure.axes, 1, TRIED_TOKENS, dtype=torch.long, device="meta")
     mask = torch.empty(1, 1, TRIED_TOKENS, TRIED_TOKENS, dtype=torch.bool, device="meta")
-    cache = KVCache(structure, 1, TRIED_TOKENS, weight.dtype, weight.device)
+    cache = KVCache(structure, 1, TRIED_TOKENS + 1, weight.dtype, weight.device)
     try:
         out = run_blocks(structure, Tokens(hidden, positions, mask), cache)
+        seen = torch.empty(1, 1, 1, TRIED_TOKENS + 1, dtype=torch.bool, device="meta")
+        run_blocks(structure, Tokens(hidden[:, :1], positions[..., :1], seen), cache)
     except Exception as error:
         block = type(structure.blocks[0].module).__name__
         raise OnPTQError(

@@ -34,7 +34,9 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """The experts of a layer. They replace the module of a class that computes all of them."""
+    """The experts of a layer. They replace the module of a class that computes all of them.
+
+    What they read is one batch: of a matrix, compressed-tensors would give each number a scale of its own."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum [T, H] of what the chosen experts [T, k] make of each token."""
@@ -43,7 +45,6 @@ class Experts(nn.ModuleList):
             return out
         for expert, (rows, places) in enumerate(by_expert(top_k_index, len(self))):
             if len(rows):
-                # One batch: compressed-tensors takes the tokens of a matrix for channels, and gives each number a scale.
                 made = self[expert](hidden_states[None, rows])[0] * top_k_weights[rows, places, None]
                 out.index_add_(0, rows, made.to(out.dtype))
         return out
@@ -62,6 +63,8 @@ def linearize(model: Model) -> Model:
         for name, child in [*module.named_children()]:
             if _is_fused(child):
                 setattr(module, name, _unfused(child))
+                for beside in module.children():
+                    _take_one_batch(beside)
     return model
 
 
@@ -103,6 +106,13 @@ def _gates_alike(module: Any, rows: int) -> bool:
 def _unfused(module: Any) -> Experts:
     gates, ups = module.gate_up_proj.data.chunk(2, dim=1)
     return Experts(Expert(*weights, module.act_fn) for weights in zip(gates, ups, module.down_proj.data, strict=True))
+
+
+def _take_one_batch(module: nn.Module) -> None:
+    """Let an MLP that all tokens share read a matrix as one batch, too."""
+    if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
+        forward = module.forward
+        module.forward = lambda x: forward(x[None])[0] if x.dim() == 2 else forward(x)  # type: ignore[method-assign]
 
 
 def _linear(weight: Tensor) -> nn.Linear:

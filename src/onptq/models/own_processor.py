@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onptq.data.audio import read_audio
-from onptq.data.media import MAX_PIXELS, read_image
+from onptq.data.media import MAX_PIXELS, decode_image
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 from onptq.models.family import AUDIO, IMAGE, Family
@@ -20,10 +20,8 @@ from onptq.models.processing import (
     SETTINGS_FILES,
     ModelInputs,
     PromptProcessor,
-    check_text,
     context_length,
     media_name,
-    plain_text,
     read_media,
     require_files,
 )
@@ -67,11 +65,7 @@ class OwnProcessor(PromptProcessor):
         images, waves = [], []
         for media in prompt.images:
             name = media_name(prompt, "image", media)
-            data = read_media(name, media)
-            try:
-                images.append(read_image(data))
-            except Exception as error:  # Pillow's decoders raise errors of every kind on broken files
-                raise OnPTQError(f"{name} cannot be decoded: {error}") from error
+            images.append(decode_image(read_media(name, media), name))
         for media in prompt.audios:
             name, extractor = media_name(prompt, "audio", media), self.processor.feature_extractor
             rate = extractor.sampling_rate
@@ -103,12 +97,6 @@ class OwnProcessor(PromptProcessor):
             )
         tensors = {name: value for name, value in made.items() if name in self.arguments and isinstance(value, Tensor)}
         return ModelInputs(tensors, modality, alone=given_media)
-
-    def _text(self, prompt: Prompt) -> str:
-        """The text of a prompt with a placeholder for every image and clip, which the processor repeats."""
-        text = plain_text(prompt) if self.template is None else self._render(prompt)
-        check_text(prompt, text)
-        return text
 
 
 def _load(folder: Path, family: Family) -> Any:

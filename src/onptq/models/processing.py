@@ -7,10 +7,11 @@ differently. Tokenizer, PIL image processor and Whisper feature extractor give t
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 
 from onptq.data.audio import read_audio
-from onptq.data.media import MAX_PIXELS, read_image
+from onptq.data.media import MAX_PIXELS, decode_image
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 from onptq.models.family import AUDIO, IMAGE, TEXT, Family, text_config, thinker_config
+from onptq.models.marks import KEEP, REFUSE, marks_of, require_text
 from onptq.models.templates import check_text_length, read_template, render
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -60,14 +62,27 @@ class PromptProcessor:
     context: int | None  # positions of the model's context
     image_processor: Any = None
     feature_extractor: Any = None
+    marks: re.Pattern[str] | None = None  # what the text of a prompt may not contain
 
     @classmethod
-    def from_folder(cls, folder: Path, family: Family, config: Mapping[str, Any]) -> PromptProcessor:
-        """Everything is read from the checkpoint's own files; `config` is its config.json."""
+    def from_folder(
+        cls, folder: Path, family: Family, config: Mapping[str, Any], special_tokens: str = REFUSE
+    ) -> PromptProcessor:
+        """Everything is read from the checkpoint's own files; `config` is its config.json.
+
+        Text of prompts that contains `special_tokens` is refused, or kept as it is."""
         if family.by_processor:
             from onptq.models.own_processor import OwnProcessor
 
-            return OwnProcessor.open(folder, family, config)
+            opened: PromptProcessor = OwnProcessor.open(folder, family, config)
+        else:
+            opened = cls._open(folder, family, config)
+        if special_tokens == KEEP:
+            return opened
+        return replace(opened, marks=marks_of(opened.tokenizer, opened.placeholders.values()))
+
+    @classmethod
+    def _open(cls, folder: Path, family: Family, config: Mapping[str, Any]) -> PromptProcessor:
         from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, WhisperFeatureExtractor
 
         tokenizer = _load(AutoTokenizer, folder, TOKENIZER_FILES)
@@ -143,11 +158,11 @@ class PromptProcessor:
 
     def _patches(self, prompt: Prompt, media: Media) -> Mapping[str, Tensor]:
         name = media_name(prompt, "image", media)
-        data = read_media(name, media)
+        image = decode_image(read_media(name, media), name)
         try:
-            patches: Mapping[str, Tensor] = self.image_processor(images=[read_image(data)], return_tensors="pt")
-        except Exception as error:  # Pillow's decoders raise errors of every kind on broken files
-            raise OnPTQError(f"{name} cannot be decoded: {error}") from error
+            patches: Mapping[str, Tensor] = self.image_processor(images=[image], return_tensors="pt")
+        except Exception as error:  # processors refuse sizes with errors of every kind
+            raise OnPTQError(f"{name} cannot be cut into patches: {error}") from error
         return patches
 
     def _read_audios(self, prompt: Prompt) -> Read:
@@ -177,13 +192,20 @@ class PromptProcessor:
         return read_audio(read_media(name, media), name, rate, longest=extractor.n_samples / rate)
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
-        text = plain_text(prompt) if self.template is None else self._render(prompt)
-        check_text(prompt, text)
+        text = self._text(prompt)
         # A template writes the beginning-of-text token itself.
         ids: list[int] = self.tokenizer(text, add_special_tokens=self.template is None, verbose=False)["input_ids"]
         if not ids:
             raise OnPTQError(f"{prompt} is empty; expected at least one token")
         return ids
+
+    def _text(self, prompt: Prompt) -> str:
+        """The text of a prompt with a placeholder for every image and clip."""
+        for message in prompt.messages:
+            require_text(prompt, _joined(message), self.marks)
+        text = plain_text(prompt) if self.template is None else self._render(prompt)
+        check_text(prompt, text)
+        return text
 
     def _render(self, prompt: Prompt) -> str:
         assert self.template is not None

@@ -1,4 +1,4 @@
-"""The decoder of a model, its blocks and their seven linears, recognized by structure, not by name."""
+"""The decoder of a model, its blocks and their linears, recognized by structure, not by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEARS = {name: ("self_attn", name) for name in ATTENTION} | {name: ("mlp", name) for name in MLP}
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # linears that some classes fuse, their parts row by row
+DELTA_NET = ("in_proj_qkv", "in_proj_z", "out_proj")  # of a gated delta net, in place of an attention's four
 PLACES = LINEARS | {QKV: ("self_attn", QKV), GATE_UP: ("mlp", GATE_UP)}
+PLACES |= {name: ("linear_attn", name) for name in DELTA_NET}
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 # (usual producer, consumers): s divides what the producer emits and multiplies the consumers' input columns
@@ -28,12 +30,16 @@ PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
     "up_down": ("up_proj", ("down_proj",)),
 }
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # layer types of transformers
+RECURRENT = "linear_attention"
 POSITIONS, SHARED = "position_ids", "shared_kv_states"  # arguments that some attentions require
 BEFORE_MLP = "pre_feedforward_layernorm"
 EXPERTS, UP_DOWN = "mlp.experts.", "up_down"  # how an expert's names begin, and how that of its pair ends
 PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
 IN_ORDER = ("norm_qkv", "v_o", "norm_gate_up", "up_down")  # as a block runs them
 READERS = {pair: PAIRS[pair][1] for pair in IN_ORDER}
+DELTA_NET_READERS = READERS | {"norm_qkv": ("in_proj_qkv", "in_proj_z"), "v_o": ("out_proj",)}
+DELTA_NET_FOLLOWING = {"norm_qkv": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")}  # of decays and update rates
+GATED_NORM = "linear_attn.norm"  # its gain is shared by all heads
 
 
 def place(name: str) -> str:
@@ -46,7 +52,9 @@ Rotary = Mapping[str, tuple[Tensor, Tensor]]  # cosines and sines by layer type
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. Its linears stay reachable by name after they have been wrapped."""
+    """One decoder layer. Its linears stay reachable by name after they have been wrapped.
+
+    Of a gated delta net, `heads` and `head_dim` are those of the values, and `kv_heads` is 1: all heads share one gain."""
 
     index: int
     module: nn.Module
@@ -62,6 +70,11 @@ class Block:
     chunk: int | None = None  # tokens of a chunk, beyond which chunked attention sees nothing
     wants: frozenset[str] = frozenset()  # arguments that its attention requires besides the usual ones
     following: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 16-bit matrices by the pair that they read
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it carries a state from token to token instead of keys and values."""
+        return self.layer_type == RECURRENT
 
     @cached_property
     def linears(self) -> tuple[str, ...]:
@@ -150,7 +163,7 @@ class Structure:
     def axes(self) -> int:
         """Axes of a position: three under M-RoPE, else one."""
         rope = getattr(self.decoder.config, "rope_parameters", None) or {}
-        return 3 if "mrope_section" in rope else 1
+        return 3 if "mrope_section" in rope or hasattr(self.decoder.rotary_emb, "mrope_section") else 1
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -161,6 +174,11 @@ class Structure:
     def routed(self) -> bool:
         """Whether tokens go to experts that only the values decide."""
         return any(block.experts is not None for block in self.blocks)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any block carries a state from token to token."""
+        return any(block.recurrent for block in self.blocks)
 
     @property
     def narrowed(self) -> bool:
@@ -200,7 +218,7 @@ class Structure:
 
 
 def find_structure(model: nn.Module, *, linears: type[nn.Module] = nn.Linear) -> Structure:
-    """The one module with token embeddings, rotary table, final norm and layers of seven linears; and the model's head.
+    """The one module with token embeddings, rotary table, final norm and layers of known linears; and the model's head.
 
     `linears` is the type that linears and head must have: `nn.Module` admits packed ones of any quantizer."""
     decoders = [module for module in model.modules() if _is_decoder(module, linears)]
@@ -246,7 +264,7 @@ def _is_block(layer: nn.Module, linears: type[nn.Module]) -> bool:
 
 
 def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
-    """Those of the seven linears that a layer has neither alone nor fused; values may be keys (Gemma 4's v_proj is None).
+    """The linears that a layer should have and has neither alone nor fused; values may be keys (Gemma 4's v_proj is None).
 
     Experts have theirs in place of an MLP's."""
 
@@ -254,7 +272,8 @@ def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
         parent, child = PLACES[name]
         return isinstance(getattr(getattr(layer, parent, None), child, None), linears)
 
-    missing = [name for name in LINEARS if not has(name)]
+    expected = (*(DELTA_NET if hasattr(layer, "linear_attn") else ATTENTION), *MLP)
+    missing = [name for name in expected if not has(name)]
     if has(QKV):
         missing = [name for name in missing if name not in PAIRS["norm_qkv"][1]]
     if has(GATE_UP):
@@ -263,7 +282,7 @@ def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
         missing = [name for name in missing if name not in MLP]
     if missing == ["v_proj"] and getattr(getattr(layer, "self_attn", None), "v_proj", layer) is None:
         missing = []
-    return [".".join(LINEARS[name]) for name in missing]
+    return [place(name) for name in missing]
 
 
 def _readers(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
@@ -273,13 +292,15 @@ def _readers(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
         return getattr(getattr(layer, PLACES[name][0]), name, None) is not None
 
     fused = {"norm_qkv": (QKV,), "norm_gate_up": (GATE_UP,)}
-    readers = {pair: tuple(filter(has, (*READERS[pair], *fused.get(pair, ())))) for pair in IN_ORDER}
-    parts = _parts(layer)
-    if not parts:
-        return readers
-    readers["norm_gate_up"] = tuple(f"{part}.{name}" for part in parts for name in READERS["norm_gate_up"])
-    del readers["up_down"]
-    return readers | {f"{part}.{UP_DOWN}": (f"{part}.down_proj",) for part in parts}
+    if hasattr(layer, "linear_attn"):
+        readers = dict(DELTA_NET_READERS)
+    else:
+        readers = {pair: tuple(filter(has, (*READERS[pair], *fused.get(pair, ())))) for pair in IN_ORDER}
+    if parts := _parts(layer):
+        readers["norm_gate_up"] = tuple(f"{part}.{name}" for part in parts for name in READERS["norm_gate_up"])
+        del readers["up_down"]
+        readers |= {f"{part}.{UP_DOWN}": (f"{part}.down_proj",) for part in parts}
+    return readers
 
 
 def _parts(layer: nn.Module) -> tuple[str, ...]:
@@ -292,7 +313,7 @@ def _parts(layer: nn.Module) -> tuple[str, ...]:
     return (*shared, *(f"{EXPERTS}{index}" for index in range(len(experts))))
 
 
-def _following(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
+def _following(layer: nn.Module) -> dict[str, tuple[str, ...]]:
     """What reads a norm beside the linears and stays 16-bit: a router, the gate of what all tokens share."""
     if experts_of(layer) is None:
         return {}
@@ -314,6 +335,9 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
     config: Any = decoder.config
     types = getattr(config, "layer_types", None)
     for index, layer in enumerate(decoder.layers):  # type: ignore[arg-type]
+        if hasattr(layer, "linear_attn"):
+            yield _delta_net(index, layer)
+            continue
         attention = layer.self_attn
         window = getattr(attention, "sliding_window", None) or (
             None if types else getattr(config, "sliding_window", None)
@@ -340,6 +364,21 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
         )
 
 
+def _delta_net(index: int, layer: nn.Module) -> Block:
+    net: Any = layer.linear_attn
+    return Block(
+        index,
+        layer,
+        net.num_v_heads,
+        1,
+        net.head_v_dim,
+        _of_parts(layer, PRODUCERS | {"v_o": GATED_NORM}),
+        _readers(layer),
+        RECURRENT,
+        following=DELTA_NET_FOLLOWING | _following(layer),
+    )
+
+
 def _requires(module: nn.Module, argument: str) -> bool:
     parameter = signature(module.forward).parameters.get(argument)
     return parameter is not None and parameter.default is Parameter.empty
@@ -357,10 +396,14 @@ def _producers(layer: nn.Module) -> Mapping[str, str]:
         del producers["v_o"]
     if GATE_UP in present:
         producers["up_down"] = GATE_UP
-    if parts := _parts(layer):
-        del producers["up_down"]
-        producers |= {f"{part}.{UP_DOWN}": f"{part}.up_proj" for part in parts}
-    return producers
+    return _of_parts(layer, producers)
+
+
+def _of_parts(layer: nn.Module, producers: dict[str, str]) -> dict[str, str]:
+    """The producers with a pair for each gated MLP of a layer with experts."""
+    parts = _parts(layer)
+    kept = {pair: name for pair, name in producers.items() if not parts or pair != "up_down"}
+    return kept | {f"{part}.{UP_DOWN}": f"{part}.up_proj" for part in parts}
 
 
 def _heads(attention: Any, name: str, features: str) -> int:

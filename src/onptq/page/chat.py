@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from onptq.data.prompts import Media
-from onptq.evaluate.asked import Asked, task_of
+from onptq.data.prompts import Media, task_of
+from onptq.evaluate.asked import Asked
 from onptq.evaluate.token_texts import TokenTexts
 
 MARK = "\ue000"  # a private character in the place of an image or clip, and the first letter of its kind behind it

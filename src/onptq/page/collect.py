@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import yaml
-
 from onptq.bank import States as Bank
 from onptq.bank import Trajectory
 from onptq.errors import OnPTQError
@@ -34,7 +31,7 @@ from onptq.evaluate.store import (
 )
 from onptq.evaluate.summary import Results
 from onptq.evaluate.token_texts import TokenTexts
-from onptq.files import read_json
+from onptq.files import read_json, read_yaml
 from onptq.page.contract import (
     Answer,
     Candidate,
@@ -45,22 +42,23 @@ from onptq.page.contract import (
     Response,
     States,
 )
+from onptq.page.costs import COSTS, cost_figures, costs_of_run
 from onptq.page.linear_plot import erosion_by_linear
 from onptq.page.media import Album
-from onptq.page.provenance import how_made, served_by
+from onptq.page.provenance import display, how_made, served_by
 from onptq.page.responses import Details, respond, spoken
 from onptq.page.verdict import flips_of, verdict
+from onptq.page.worst import badness_of_item, badness_of_prompt
 from onptq.recipe import Recipe
 from onptq.run import HOME, RECORD, SUMMARY, Run
 from onptq.version import __version__
 
 WORDS = "word errors"  # a measure of items of which less is better
 UNITS = {"kl": "nats", "js": "nats", "erosion": "logits", "first_fork": "tokens", "critical_erosion": "logits"}
-COSTS = {"seconds": Measure("time to make it", "s", True), "peak": Measure("peak memory", "GB", True)}
-BADNESS = {"content": 3.0, "clear": 2.0, "reworded": 1.0, "same": 0.0}
 NOTES = (
-    f"An answer parts where the dense model was sure if that model's own margin between the two tokens was at least {NEAR_TIE} "
-    "logits there. A short answer of other words, or one that is graded otherwise, says something else.",
+    f"An answer changes clearly if, where it leaves the dense model's, that model itself preferred its own token by at least "
+    f"{NEAR_TIE} logits; below, it is a near tie. A short answer of other words, or one graded otherwise, says something else. "
+    "Brackets are 95% intervals.",
     "Risk: the erosion of a decision's margin, amplified by its consequence where that was measured, plus the divergence of both "
     "models. Consequence: how far the dense model sees the next 16 tokens apart behind the two tokens; it continues both itself.",
 )
@@ -127,11 +125,11 @@ def collect(folder: Path) -> Page:
     candidates = [_candidate(name, files, bare, items, said, resampler) for name in files.identities]
     album = Album()
     prompts = [
-        replace(one, turns=album.turns(asked, _badness_of_prompt(place, candidates)))
+        replace(one, turns=album.turns(asked, badness_of_prompt(place, candidates)))
         for place, (one, asked) in enumerate(zip(bare, files.prompts, strict=True))
     ]
     items = [
-        replace(one, turns=album.turns(asked, _badness_of_item(one, place, candidates)))
+        replace(one, turns=album.turns(asked, badness_of_item(one, place, candidates)))
         for place, (one, asked) in enumerate(zip(items, files.items, strict=True))
     ]
     tasks: dict[str, int] = {}
@@ -200,7 +198,7 @@ def _candidate(
     plot = erosion_by_linear(files.attributions[name]) if name in files.attributions else None
     return Candidate(
         name,
-        shown(name) if scheme else name,
+        display(shown(name)) if scheme else name,
         how_made(identity),
         verdict(responses, flips, resampler),
         figures | _costs(result.cost, name, files),
@@ -216,11 +214,9 @@ def _candidate(
 
 def _costs(cost: Mapping[str, Any], name: str, files: Files) -> dict[str, Figure]:
     """Seconds and peak memory of the candidate's calibration, where these are known."""
-    peak, seconds, run = cost.get("peak_bytes"), cost.get("seconds"), files.folder.parent / SUMMARY
-    if "theta" in files.identities[name] and run.is_file():
-        seconds = sum(read_json(run)["seconds"].values())
-    found = {"seconds": seconds, "peak": None if peak is None else peak / 1e9}
-    return {name: Figure(value) for name, value in found.items() if value is not None}
+    if "theta" in files.identities[name] and (files.folder.parent / SUMMARY).is_file():
+        return costs_of_run(files.folder.parent)
+    return cost_figures(cost.get("seconds"), cost.get("peak_bytes"))
 
 
 def _identity(name: str, files: Files) -> Mapping[str, Any]:
@@ -228,7 +224,7 @@ def _identity(name: str, files: Files) -> Mapping[str, Any]:
     identity, run = files.identities[name], files.folder.parent / RECORD
     if "theta" not in identity or not run.is_file():
         return identity
-    recipe = Recipe.model_validate(yaml.safe_load(run.read_text(encoding="utf-8"))["recipe"])
+    recipe = Recipe.model_validate(read_yaml(run)["recipe"])
     if not recipe.rounds or init_kept(files.folder.parent):
         return {**identity, "method": recipe.init}
     return {**identity, "method": recipe.method, "recipe": recipe.model_dump()}
@@ -290,21 +286,6 @@ def _graded(answer: Graded, measure: str | None) -> Answer:
 
 def _by_id(answers: Sequence[Graded]) -> dict[str, Graded]:
     return {one.item: one for one in answers}
-
-
-def _badness_of_prompt(place: int, candidates: Sequence[Candidate]) -> float:
-    responses = [one.responses[place] for one in candidates if one.responses]
-    known = [one for one in responses if one is not None]
-    risks = [max(one.states.risk, default=0.0) for one in known if one.states is not None]
-    worst = max((BADNESS[one.change] for one in known), default=0.0)
-    return worst + float(np.tanh(max(risks, default=0.0)))
-
-
-def _badness_of_item(item: Question, place: int, candidates: Sequence[Candidate]) -> float:
-    answers = [one.answers[place] for one in candidates if one.answers]
-    lost = [(item.dense.score or 0.0) - (one.score or 0.0) for one in answers if one is not None]
-    reworded = any(one is not None and one.text != item.dense.text for one in answers)
-    return 4 * max(lost, default=0.0) + reworded
 
 
 def _unit(name: str) -> str:

@@ -154,6 +154,7 @@ class Served:
     gpu: str
     computes: str
     command: str = ""
+    note: str = ""  # on its kernels
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
 from onptq.bank import KINDS
 from onptq.errors import OnPTQError, did_you_mean
-from onptq.files import atomically
+from onptq.files import atomically, to_yaml
 from onptq.page.contract import Candidate, Page, Question, Response, States
 
 Row = dict[str, Any]
@@ -131,7 +130,7 @@ def _card(page: Page, texts: str, tables: Mapping[str, tuple[Columns, list[Row]]
         "tags": ["onptq", "quantization"],
         "configs": [{"config_name": name, "data_files": f"{name}.parquet"} for name in tables],
     }
-    lines = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n", "# Decisions of a dense and quantized models\n"]
+    lines = [f"---\n{to_yaml(front)}---\n", "# Decisions of a dense and quantized models\n"]
     lines.append(
         f"{len(page.candidates)} quantized models beside the dense one, on {len(page.prompts)} prompts, by OnPTQ {page.version}. "
         f"Level of text: {texts}, {TEXTS[texts]}.\n"

@@ -19,7 +19,7 @@ Changed = Literal["turned wrong", "content", "turned right", "clear", "reworded"
 
 ORDER: tuple[Changed, ...] = ("turned wrong", "content", "turned right", "clear", "reworded")  # the worst first
 CLEAR: tuple[Changed, ...] = ("turned wrong", "content", "turned right", "clear")
-WORDS: Mapping[Changed, str] = {"content": "says something else", "clear": "parts clearly"}
+WORDS: Mapping[Changed, str] = {"content": "says something else", "clear": "clear change"}
 TOP = 10
 QUESTION_LENGTH, ANSWER_LENGTH = 120, 140  # characters in a terminal
 LEAD = 24  # characters that are shown before two answers part

@@ -24,12 +24,12 @@ from onptq.page.media import Album
 from onptq.page.state_plots import first_forks
 from onptq.page.text import one_line
 from onptq.page.verdict import verdict
+from onptq.page.worst import badness_of_prompt
 from onptq.progress import QuietReporter, Reporter
 from onptq.version import __version__
 
 SCHEMES = ("http://", "https://")
 AT_ONCE = 8  # requests
-BADNESS = {"content": 3.0, "clear": 2.0, "reworded": 1.0, "same": 0.0}
 FIGURES = {"reworded": "%", "first_fork": "tokens"}
 LABELS = {**BEHAVIOUR, **DAMAGE}
 BOUNDS = (
@@ -81,12 +81,30 @@ def compare_endpoints(
 
     Endpoints are URL or NAME=URL. `model` is what all servers call their model, where one serves several; `key` is sent to all.
     """
-    reporter = reporter or QuietReporter()
+    endpoints = endpoints_of(dense, quantized)
+    servers = [ChatServer(one.url, model=model, key=key, timeout=timeout) for one in endpoints]
+    return page_of_servers(endpoints, servers, prompts, max_tokens, origin, reporter or QuietReporter())
+
+
+def endpoints_of(dense: str, quantized: Sequence[str]) -> list[Endpoint]:
+    """The servers that are named, the dense model's first; two of one name are refused."""
     endpoints = [Endpoint.parse(text) for text in (dense, *quantized)]
     names = [one.name for one in endpoints]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise OnPTQError(f"{', '.join(sorted(repeated))} is given more than once; expected different servers: NAME=URL")
-    servers = [ChatServer(one.url, model=model, key=key, timeout=timeout) for one in endpoints]
+    return endpoints
+
+
+def page_of_servers(
+    endpoints: Sequence[Endpoint],
+    servers: Sequence[ChatServer],
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    origin: str,
+    reporter: Reporter,
+) -> Page:
+    """The page of the answers of reached servers."""
+    names = [one.name for one in endpoints]
     replies = ask(servers, prompts, max_tokens, reporter)
     silent = [
         server.url
@@ -103,7 +121,7 @@ def compare_endpoints(
         candidates.append(_candidate(endpoint, servers[place], responses, bool(silent), resampler))
     album = Album()
     questions = [
-        _question(Asked.of_prompt(prompt), answer, album, _badness(candidates, place))
+        _question(Asked.of_prompt(prompt), answer, album, badness_of_prompt(place, candidates))
         for place, (prompt, answer) in enumerate(zip(prompts, said[0], strict=True))
     ]
     others = names[1] if len(names) == 2 else f"{len(names) - 1} quantized models"
@@ -176,11 +194,6 @@ def _verdict_in_words(responses: Sequence[Response]) -> str:
     return (
         f"{changed} of {len(responses)} answers changed{what}, compared as text alone: there are no log-probabilities."
     )
-
-
-def _badness(candidates: Sequence[Candidate], place: int) -> float:
-    responses = [one.responses[place] for one in candidates]
-    return max((BADNESS[one.change] for one in responses if one is not None), default=0.0)
 
 
 def _question(asked: Asked, dense: Answer, album: Album, badness: float) -> Question:

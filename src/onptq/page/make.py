@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from onptq.errors import OnPTQError
 from onptq.evaluate.candidates import folder_name
-from onptq.files import atomically, to_json
+from onptq.files import atomically
+from onptq.files import to_json as as_json
 from onptq.page.collect import collect
 from onptq.page.contract import Page
 from onptq.page.cost_plots import cost_plots
-from onptq.page.places import RECEIPT, Comparison, Place, checkpoint_of, find, page_of
+from onptq.page.differences import to_json, to_markdown
+from onptq.page.places import JSON, MARKDOWN, RECEIPT, Comparison, Place, beside, checkpoint_of, find, page_of
 from onptq.page.plots import candidate_plots, page_plots, run_plots
 from onptq.page.receipt import receipt
 from onptq.page.rounds import collect_run, with_rounds
@@ -23,15 +27,23 @@ from onptq.page.write import write_page
 def make(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the page of one folder, or of several side by side, and return its path.
 
-    Beside the page of one folder goes its receipt.
+    Beside it go the changed answers, and beside the page of one folder its receipt.
     """
     places = [find(folder) for folder in folders]
     path = page_of(places) if out is None else out
-    write_page(with_plots(gather(places), places), path)
-    if len(places) == 1:
-        with atomically(path.with_name(RECEIPT)) as temporary:
-            temporary.write_text(to_json(receipt(places[0]), indent=2) + "\n", encoding="utf-8")
+    if out is None and len(places) > 1 and path.exists():
+        raise OnPTQError(f"{path} is in this folder already, and may be of something else; expected --out FILE")
+    deliver(with_plots(gather(places), places), path, receipt(places[0]) if len(places) == 1 else None)
     return path
+
+
+def deliver(page: Page, path: Path, record: Mapping[str, Any] | None = None) -> None:
+    """Write the page and, beside it, its receipt and all changed answers in Markdown and as JSON."""
+    write_page(page, path)
+    if record is not None:
+        _write(beside(path, RECEIPT), as_json(record, indent=2) + "\n")
+    _write(beside(path, MARKDOWN), to_markdown(page))
+    _write(beside(path, JSON), to_json(page))
 
 
 def draw(folders: Sequence[Path], out: Path) -> list[Path]:
@@ -67,6 +79,11 @@ def with_plots(page: Page, places: Sequence[Place]) -> Page:
     home = _run_of(places[0]) if len(places) == 1 else None
     plots = [*page_plots(page), *cost_plots(page), *(run_plots(home) if home is not None else ())]
     return replace(page, candidates=candidates, plots=plots)
+
+
+def _write(path: Path, text: str) -> None:
+    with atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _run_of(place: Place) -> Path | None:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from onptq.checkpoint.folder import CONFIG
 from onptq.errors import OnPTQError
 from onptq.evaluate.baselines import FOLDER
 from onptq.evaluate.comparison import REPORT_JSON
+from onptq.files import read_yaml
 from onptq.run import HOME, RECORD, SUMMARY, run_home
 
 PAGE, RECEIPT = "page.html", "receipt.json"
+MARKDOWN, JSON = "differences.md", "differences.json"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def is_comparison(folder: Path) -> bool:
 
 
 def is_comparison_record(record: Path) -> bool:
-    content = yaml.safe_load(record.read_text(encoding="utf-8"))
+    content = read_yaml(record)
     return isinstance(content, dict) and "comparison" in content
 
 
@@ -76,6 +77,25 @@ def checkpoint_of(home: Path) -> Path:
     return named.parent if named.name == HOME else named.with_name(named.name.removesuffix("-run"))
 
 
+def as_candidate(text: str) -> str:
+    """The candidate as it is named, but by its checkpoint where the files of its run (DIR-run) are named."""
+    name, separator, body = text.rpartition("=")
+    home = Path(body)
+    if not (home / RECORD).is_file() or (home / CONFIG).is_file() or is_comparison_record(home / RECORD):
+        return text
+    checkpoint = checkpoint_of(home)
+    if not (checkpoint / CONFIG).is_file():
+        raise OnPTQError(
+            f"{home} holds a run, and {checkpoint} no checkpoint of it; expected the folder of a checkpoint"
+        )
+    return f"{name}{separator}{checkpoint}"
+
+
 def page_of(places: Sequence[Place]) -> Path:
     """Where the page of one folder goes; of several, the current folder."""
     return places[0].folder / PAGE if len(places) == 1 else Path(PAGE)
+
+
+def beside(page: Path, name: str) -> Path:
+    """Where a file that belongs to a page goes: under its own name, or behind that of a page of another name."""
+    return page.with_name(name if page.name == PAGE else f"{page.stem}-{name}")

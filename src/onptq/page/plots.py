@@ -5,7 +5,6 @@ Every function returns a Vega-Lite specification with its own data, or None wher
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from onptq.files import read_json
 from onptq.page.contract import Candidate, Figure, Page, Plot
+from onptq.page.costs import events, held_by_phase
 from onptq.page.state_plots import (
     around_the_fork,
     first_forks,
@@ -50,6 +50,8 @@ from onptq.run import LOG, SUMMARY
 GIGA, MEGA = 1e9, 1e6
 KL_TITLE = "mean KL, nats"
 PERCENTILE = re.compile(r"kl_p\d+")
+CHOSEN = "chosen"  # the parameter that a page sets to the candidate in view
+MARKED = {"filled": False, "color": "#7a7a7a", "opacity": 1}
 FEW = 200  # points that are drawn as points
 NO_TERMS = ("time", "event", "round", "step", "gradient")  # of a step in the log
 NAMES = {"holdout": "held-out score"}
@@ -76,7 +78,11 @@ def candidate_plots(candidate: Candidate, page: Page) -> list[Plot]:
 
 def run_plots(home: Path) -> list[Plot]:
     """Pictures of how a run went, from its log and its summary."""
-    return _present(loss_terms(_steps(home / LOG)), seconds_by_phase(_seconds(home / SUMMARY)))
+    return _present(
+        loss_terms(_steps(home / LOG)),
+        seconds_by_phase(_seconds(home / SUMMARY)),
+        memory_by_phase(held_by_phase(home / LOG)),
+    )
 
 
 def size_against_damage(page: Page) -> Plot | None:
@@ -98,13 +104,18 @@ def size_against_damage(page: Page) -> Plot | None:
     names = [title for title, _, _, _ in measured]
     x = quantity("size", f"weights, {unit}", scale={"zero": True})
     ends = [row[end] for row in rows for end in ("low", "high")]
-    y = logarithmic("kl", KL_TITLE, ends) if wide(kls) else quantity("kl", KL_TITLE, scale={"zero": True})
+    y = logarithmic("kl", KL_TITLE, ends) if wide(kls) else quantity("kl", KL_TITLE, scale=_tight(ends))
     shared = {
         "x": x,
         "color": coloured("candidate", names),
         "tooltip": tips(("candidate", "candidate"), ("size", unit), ("kl", "KL"), ("low", "from"), ("high", "to")),
     }
     layers: list[Row] = [
+        {
+            "transform": [{"filter": f"datum.candidate === {CHOSEN}"}],
+            "mark": {"type": "point", "shape": "circle", "size": 520, "strokeWidth": 1.5, **MARKED},
+            "encoding": {"x": x, "y": y},
+        },
         {
             "mark": {"type": "rule", "opacity": 0.7, "strokeWidth": 2},
             "encoding": shared | {"y": y | {"field": "low"}, "y2": {"field": "high"}},
@@ -122,7 +133,8 @@ def size_against_damage(page: Page) -> Plot | None:
         size = page.dense_bytes / scale
         layers += _dense_size(size, x)
         caption += f" The dense model has {size:.3g} {unit} and no KL."
-    return picture("size-damage", "Size against damage", caption, {"data": values(rows), "layer": layers})
+    body = {"params": [{"name": CHOSEN, "value": ""}], "data": values(rows), "layer": layers}
+    return picture("size-damage", "Size against damage", caption, body)
 
 
 def kl_percentiles(page: Page) -> Plot | None:
@@ -233,6 +245,32 @@ def seconds_by_phase(seconds: Mapping[str, Any]) -> Plot | None:
     return picture("seconds", "Where the time went", caption, body)
 
 
+def memory_by_phase(held: Mapping[str, float]) -> Plot | None:
+    """The most memory that had been held when a phase ended; the phases of all rounds are taken together."""
+    most: dict[str, float] = {}
+    for phase, peak in held.items():
+        if found := PHASE.match(phase):
+            most[found[0]] = max(peak, most.get(found[0], 0.0))
+    if not most:
+        return None
+    unit, scale = ("GB", GIGA) if max(most.values()) >= GIGA else ("MB", MEGA)
+    rows = [{"phase": phase, "peak": peak / scale} for phase, peak in most.items()]
+    body = {
+        "data": values(rows),
+        "height": {"step": ROW_HEIGHT},
+        "mark": {"type": "bar", "color": BLUE},
+        "encoding": {
+            "y": category("phase", sort=list(most)),
+            "x": quantity("peak", f"{unit} held at most so far"),
+            "tooltip": tips(("phase", "phase"), ("peak", unit)),
+        },
+    }
+    highest = max(most.values())
+    first = next(phase for phase, peak in most.items() if peak == highest)
+    caption = f"{highest / scale:.3g} {unit} were held at most, first reached by the end of {first}."
+    return picture("memory", "Where the memory went", caption, body)
+
+
 def is_number(value: Any) -> bool:
     """Whether a value of a log is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -241,9 +279,8 @@ def is_number(value: Any) -> bool:
 def _steps(log: Path) -> list[Mapping[str, Any]]:
     """The steps of a run's own update, in order; of one that was computed again, the later."""
     found: dict[tuple[int, int], Mapping[str, Any]] = {}
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else ():
-        with suppress(ValueError, KeyError, TypeError):  # lines that a kill cut short
-            event = json.loads(line)
+    for event in events(log):
+        with suppress(ValueError, KeyError, TypeError):
             if event["event"] == "step" and "arm" not in event:
                 found[int(event["round"]), int(event["step"])] = event
     return [found[key] for key in sorted(found)]
@@ -254,6 +291,13 @@ def _seconds(summary: Path) -> Mapping[str, Any]:
         seconds = read_json(summary)["seconds"]
         return seconds if isinstance(seconds, Mapping) else {}
     return {}
+
+
+def _tight(ends: Sequence[float]) -> Row:
+    """A scale around these numbers, with a tenth of their range on either side, and not below zero."""
+    low, high = min(ends), max(ends)
+    room = (high - low) / 10 or high / 10 or 1.0
+    return {"zero": False, "nice": False, "domain": [max(0.0, low - room), high + room]}
 
 
 def _dense_size(size: float, x: Row) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,13 +14,12 @@ from onptq.schemes import Floats, Grid, Scheme
 
 def served_by(scheme: str | None) -> list[Served]:
     """What servers make of a checkpoint of the scheme; hardware on which it is the same is one entry."""
-    hardware: dict[tuple[str, str, str], list[str]] = {}
+    hardware: dict[tuple[str, str, str, str], list[str]] = {}
     for row in serving(Scheme.parse(scheme)) if scheme else ():
         computes = {"refuses": "nothing", "doubtful": "unknown"}.get(row.verdict, row.computes)
         computes += f", not {scheme}" if row.verdict == "differs" else ""
-        computes += f" ({row.note})" if row.note else ""
         command = serve_command("DIR", row.switch) if row.server == VLLM and row.verdict == "serves" else ""
-        hardware.setdefault((row.server, computes, command), []).append(row.hardware)
+        hardware.setdefault((row.server, computes, command, row.note), []).append(row.hardware)
     return [Served(server, ", ".join(on), *rest) for (server, *rest), on in hardware.items()]
 
 
@@ -39,8 +39,13 @@ def how_made(identity: Mapping[str, Any]) -> str:
     recipe, method = identity.get("recipe"), identity.get("method")
     if recipe is not None:
         rounds = "one round" if recipe["rounds"] == 1 else f"{recipe['rounds']} rounds"
-        return f"Decoder {bits}: {METHODS.label(recipe['init'])}, then {rounds} of {method}."
+        return f"Decoder {bits}: {METHODS.label(recipe['init'])}, then {rounds} of {display(str(method))}."
     return f"Decoder {bits}: {METHODS.label(method)}." if method else f"Decoder {bits}, by a finished run."
+
+
+def display(name: str) -> str:
+    """The name of a method or a candidate as people write it."""
+    return re.sub(r"^onptq(?=$|[:@#])", "OnPTQ", METHODS.label(name))
 
 
 def _numbers(grid: Grid) -> str:

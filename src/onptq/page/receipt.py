@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from onptq.bank import States
+from onptq.bank import Column, States
 from onptq.evaluate.candidates import DENSE
 from onptq.evaluate.model_card import HELD_OUT, init_kept
 from onptq.evaluate.store import COST, IDENTITY, STATES, THETA
-from onptq.files import read_json
+from onptq.files import read_json, read_yaml
 from onptq.page.places import Comparison, Place
 from onptq.run import RECORD, SUMMARY, SUMS
 
@@ -23,7 +22,7 @@ PERCENTILES = (50, 95, 99)
 def receipt(place: Place) -> dict[str, Any]:
     """Hashes, versions and sizes, and of every candidate how far it is from the dense model."""
     home = place.home
-    record = yaml.safe_load((home / RECORD).read_text(encoding="utf-8"))
+    record = read_yaml(home / RECORD)
     content: dict[str, Any] = {
         "format": FORMAT,
         **{name: record.get(name) for name in ("model", "prompts", "items", "versions")},
@@ -40,17 +39,23 @@ def receipt(place: Place) -> dict[str, Any]:
 
 def figures(states: States) -> dict[str, Any]:
     """Of a candidate's states: KL in nats, how often both models choose alike, and how often it contradicts itself."""
-    kl = states.kl.astype(np.float64)
     return {
-        "positions": len(states),
+        **distances(states.kl.astype(np.float64)),
+        "top_1_agreement": float((states.quantized == states.reference).mean()),
+        "noise": float((states.token != states.quantized).mean()),
+    }
+
+
+def distances(kl: Column) -> dict[str, Any]:
+    """How many states there are, and how their KL is spread."""
+    return {
+        "positions": len(kl),
         "kl": {
             "mean": float(kl.mean()),
             "median": float(np.quantile(kl, 0.5)),
             **{f"p{share}": float(np.quantile(kl, share / 100)) for share in PERCENTILES if share != 50},
             "max": float(kl.max()),
         },
-        "top_1_agreement": float((states.quantized == states.reference).mean()),
-        "noise": float((states.token != states.quantized).mean()),
     }
 
 

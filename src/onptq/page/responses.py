@@ -9,7 +9,7 @@ from dataclasses import replace
 from onptq.bank import Column, Trajectory
 from onptq.bank import States as Bank
 from onptq.evaluate.damage import NEAR_TIE
-from onptq.evaluate.details import Detail
+from onptq.evaluate.details import Detail, Future
 from onptq.evaluate.token_texts import TokenTexts
 from onptq.page.contract import Answer, Change, Futures, Kind, Response, States, Top
 
@@ -59,7 +59,7 @@ def change(response: Response, content: bool) -> Change:
 
 
 def parts_clearly(response: Response) -> bool:
-    """Whether the answers part where the dense model was sure of its own token."""
+    """Whether the answers part where the dense model clearly preferred its own token."""
     states, place = response.states, response.fork
     if states is None or place is None or place >= len(states.kind):
         return False
@@ -100,15 +100,21 @@ def kinds(column: Column) -> list[Kind]:
 
 
 def _consequences(states: Bank, details: Sequence[Detail | None]) -> list[float | None]:
-    """The consequence of the states that were branched: those with a common horizon, with a future or with a value."""
+    """The consequence of the states that were branched: those with a common horizon or a value, and those with a future."""
     rows = zip(states.consequence.tolist(), states.horizon.tolist(), details, strict=True)
-    return [
-        value if value or horizon or (one is not None and one.future is not None) else None
-        for value, horizon, one in rows
-    ]
+    return [value if value or horizon else _apart(one.future if one else None) for value, horizon, one in rows]
+
+
+def _apart(future: Future | None) -> float | None:
+    """The mean divergence between two futures, up to where either has ended."""
+    if future is None:
+        return None
+    common = min(len(future.reference), len(future.competitor))
+    ended = common > 0 and future.apart[common - 1] == 0
+    return sum(future.apart[:common]) / max(1, common - ended)
 
 
 def _futures(detail: Detail | None) -> Futures | None:
     if detail is None or detail.future is None:
         return None
-    return Futures(*detail.future, continued_by="D")
+    return Futures(*detail.future)

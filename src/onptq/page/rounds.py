@@ -2,105 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-import yaml
 
-from onptq.bank import BANK, ROLLOUTS, Trajectory, read_trajectories
-from onptq.bank import States as Bank
 from onptq.checkpoint.folder import CONFIG
-from onptq.cycle.rounds import DENSE_ANSWERS
 from onptq.data.prompts import Media as Source
 from onptq.errors import OnPTQError
 from onptq.evaluate.asked import Asked
 from onptq.evaluate.damage import damage_measures
-from onptq.evaluate.details import Detail, read_details, scored
-from onptq.evaluate.heldout_details import HELD_OUT_DETAILS, HELD_OUT_MISMATCHES
+from onptq.evaluate.details import Detail, scored
 from onptq.evaluate.metrics import behaviour_measures, labels
-from onptq.evaluate.model_card import HELD_OUT, init_kept
 from onptq.evaluate.report import caveats
 from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.token_texts import TokenTexts
-from onptq.files import read_json
+from onptq.files import read_json, read_yaml
 from onptq.page.chat import asked_from
-from onptq.page.collect import ids_of, kinds_of, measures_of
-from onptq.page.contract import Answer, Candidate, Figure, Kind, MessagePart, Page, Question, Response, Turn
+from onptq.page.collect import NOTES, ids_of, kinds_of, measures_of
+from onptq.page.contract import Answer, Candidate, Figure, MessagePart, Page, Question, Response, Turn
+from onptq.page.costs import COSTS, costs_of_run
 from onptq.page.media import BUDGET, Album
 from onptq.page.provenance import how_made, served_by
-from onptq.page.responses import Details, kinds, respond, spoken
+from onptq.page.responses import respond, spoken
+from onptq.page.stages import ROUND, Answers, Stage, became, dense_answers, detailed, stages_of
 from onptq.page.verdict import verdict
+from onptq.page.worst import badness_of_prompt, riskiest
 from onptq.recipe import Recipe
-from onptq.registry import FAMILIES, METHODS
+from onptq.registry import FAMILIES
 from onptq.run import RECORD, SUMMARY
 from onptq.version import __version__
 
-HELD_OUT_ROLLOUTS = f"holdout_{ROLLOUTS}"
 NOTE = (
     "The dense model's own answers are kept of held-out prompts. Where an answer to a calibration prompt leaves them is its "
     "first changed decision; up to there both models say the same."
 )
-Answers = Mapping[int, Trajectory]
-NO_ANSWERS: Answers = {}
-ROUND = "round "
 MOST = 8192  # states of a round
-
-
-@dataclass(frozen=True)
-class Visit:
-    """Responses and their states, as one file each has them."""
-
-    trajectories: Mapping[int, Trajectory]
-    states: Bank
-    rows: Mapping[int, Any]
-
-    @classmethod
-    def read(cls, trajectories: Path, states: Path) -> Visit:
-        bank = Bank.read(states)
-        return cls({one.prompt: one for one in read_trajectories(trajectories)}, bank, bank.rows_by_prompt())
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a run looked at: one theta on one set of prompts, with what became of its states later."""
-
-    name: str
-    how: str
-    visit: Visit
-    later: Sequence[Visit] = ()
-    details: Details = field(default_factory=dict)
 
 
 def collect_run(home: Path, checkpoint: Path) -> Page:
     """The page of the run whose files are in `home` and whose checkpoint, with its tokenizer, is in `checkpoint`."""
-    record = yaml.safe_load((home / RECORD).read_text(encoding="utf-8"))
+    record = read_yaml(home / RECORD)
     if not (home / SUMMARY).is_file():
         raise OnPTQError(f"the run in {home} is not finished; the same `onptq quantize` goes on with it")
     recipe, summary = Recipe.model_validate(record["recipe"]), read_json(home / SUMMARY)
-    stages = [_detailed(stage, home) for stage in stages_of(home, recipe)]
+    stages = [detailed(stage, home) for stage in stages_of(home, recipe)]
     rows = pq.read_table(home / "prompts.parquet").to_pylist() if (home / "prompts.parquet").is_file() else []
-    dense = _dense_answers(home)
+    dense = dense_answers(home, recipe)
     texts = _texts(checkpoint, rows, stages, dense)
     placeholders = _placeholders(record["model"]["family"], checkpoint, texts)
     asked = [_asked(row, texts, placeholders) for row in rows]
     size = (summary.get("checkpoint") or {}).get("bytes")
-    candidates = [_candidate(stage, recipe, asked, texts, size, dense) for stage in stages] or [
-        _unanswered(recipe, size, len(asked))
-    ]
+    candidates = [_candidate(stage, recipe, asked, texts, size, dense) for stage in stages]
+    candidates = candidates or [_unanswered(recipe, size, len(asked))]
+    result = candidates[0]
+    candidates[0] = replace(result, figures={**result.figures, **costs_of_run(home)})
     album = Album()
     prompts = [
         Question(
             one.id,
-            one.task or row["role"],
+            one.task,
             kinds_of(one),
-            album.turns(one, _badness(place, candidates)),
-            spoken(dense[one.ordinal], texts) if one.ordinal in dense else Answer(""),
+            album.turns(one, badness_of_prompt(place, candidates)),
+            _spoken(one, dense, texts),
+            one.reference,
         )
-        for place, (one, row) in enumerate(zip(asked, rows, strict=True))
+        for place, one in enumerate(asked)
     ]
     held_out = sum(row["role"] == "holdout" for row in rows)
     return Page(
@@ -111,8 +82,9 @@ def collect_run(home: Path, checkpoint: Path) -> Page:
         prompts=prompts,
         media=album.media(),
         tokens={token: texts.shown(token) for token in ids_of(prompts, candidates)},
-        measures=measures_of({"labels": {name: asdict(label) for name, label in labels([]).items()}}),
-        notes=[NOTE, *caveats({}, held_out)],
+        measures=measures_of({"labels": {name: asdict(label) for name, label in labels([]).items()}}) | COSTS,
+        notes=[NOTE, *NOTES, *caveats({}, held_out)],
+        dense_bytes=(summary.get("dense") or {}).get("bytes"),
         version=__version__,
     )
 
@@ -122,7 +94,7 @@ def with_rounds(page: Page, home: Path, checkpoint: Path) -> Page:
 
     These are prompts of their own, to which nobody kept the dense model's answers.
     """
-    record = yaml.safe_load((home / RECORD).read_text(encoding="utf-8"))
+    record = read_yaml(home / RECORD)
     file = home / "prompts.parquet"
     if not (home / SUMMARY).is_file() or not file.is_file():
         return page
@@ -131,14 +103,22 @@ def with_rounds(page: Page, home: Path, checkpoint: Path) -> Page:
     rows = [row for row in pq.read_table(file).to_pylist() if row["role"] == "calibration"]
     if not stages or not rows:
         return page
-    texts = _texts(checkpoint, rows, stages)
+    dense = dense_answers(home, recipe)
+    texts = _texts(checkpoint, rows, stages, dense)
     placeholders = _placeholders(record["model"]["family"], checkpoint, texts)
     asked = [_asked(row, texts, placeholders) for row in rows]
-    rounds = [_candidate(stage, recipe, asked, texts, None) for stage in stages]
+    rounds = [_candidate(stage, recipe, asked, texts, None, dense) for stage in stages]
     shown = [place for place in range(len(asked)) if any(one.responses[place] is not None for one in rounds)]
     album = Album(BUDGET - sum(len(one.src or "") for one in page.media))
     prompts = [
-        Question(one.id, one.task, kinds_of(one), _behind(page, album.turns(one, _badness(place, rounds))), Answer(""))
+        Question(
+            one.id,
+            one.task,
+            kinds_of(one),
+            _behind(page, album.turns(one, badness_of_prompt(place, rounds))),
+            _spoken(one, dense, texts),
+            one.reference,
+        )
         for place, one in ((place, asked[place]) for place in shown)
     ]
     before, behind = [None] * len(page.prompts), [None] * len(prompts)
@@ -163,60 +143,18 @@ def _shifted(part: MessagePart, by: int) -> MessagePart:
     return part if part.media is None else replace(part, media=part.media + by)
 
 
-def stages_of(home: Path, recipe: Recipe) -> Iterable[Stage]:
-    """The result first, then what it began as, plain rounding, and the calibration prompts of every round."""
-    rounds = range(recipe.rounds)
-    held_out = [home / f"rounds/{k}" for k in rounds] + [home / "final"]
-    visits = [Visit.read(one / HELD_OUT_ROLLOUTS, one / HELD_OUT) for one in held_out if (one / HELD_OUT).is_file()]
-    init = METHODS.label(recipe.init)
-    made = how_made({"scheme": recipe.scheme, "method": recipe.init})
-    calibrated = how_made({"scheme": recipe.scheme, "method": recipe.method, "recipe": recipe.model_dump()})
-    if visits and (not recipe.rounds or init_kept(home)):
-        yield Stage("result", made, visits[0], visits[1:])
-    elif visits:
-        yield Stage("result", calibrated, visits[-1])
-        yield Stage(f"init ({init})", made, visits[0], visits[1:])
-    rtn = home / "rtn/final"
-    if (rtn / HELD_OUT).is_file():
-        how = how_made({"scheme": recipe.scheme, "method": "rtn"})
-        yield Stage("rtn", how, Visit.read(rtn / HELD_OUT_ROLLOUTS, rtn / HELD_OUT))
-    folders = [home / f"rounds/{k}" for k in (rounds if recipe.refresh else rounds[:1])]
-    banks = [Visit.read(one / ROLLOUTS, one / BANK) for one in folders if (one / BANK).is_file()]
-    for k, bank in enumerate(banks):
-        how = f"The calibration prompts of round {k + 1}, with the states it selected."
-        yield Stage(f"{ROUND}{k + 1}", how, bank, banks[k + 1 :])
-
-
-def became(visit: Visit, prompt: int, later: Sequence[Visit]) -> list[list[Kind | None]]:
-    """Of every state of a response, its kind in later visits; None where these did not come to the exact prefix."""
-    tokens = visit.trajectories[prompt].tokens
-    columns = [_kinds_there(tokens, other, prompt) for other in later]
-    return [[column[place] for column in columns] for place in range(len(tokens))]
-
-
-def _kinds_there(tokens: Sequence[int], other: Visit, prompt: int) -> list[Kind | None]:
-    if prompt not in other.trajectories or prompt not in other.rows:
-        return [None] * len(tokens)
-    theirs, there = other.trajectories[prompt].tokens, kinds(other.states.kind[other.rows[prompt]])
-    found: list[Kind | None] = []
-    for place in range(len(tokens)):
-        same = place < len(there) and tokens[:place] == theirs[:place]
-        found.append(there[place] if same else None)
-    return found
-
-
 def _candidate(
     stage: Stage,
     recipe: Recipe,
     asked: Sequence[Asked],
     texts: TokenTexts,
     size: int | None,
-    dense: Answers = NO_ANSWERS,
+    dense: Answers,
 ) -> Candidate:
     responses = [_response(stage, one.ordinal, texts, dense) for one in asked]
     said, is_round = verdict(responses, None, Resampler(recipe.seed)), stage.name.startswith(ROUND)
     if is_round:
-        responses = _riskiest(responses)
+        responses = riskiest(responses, MOST)
     states = stage.visit.states
     ordinals = sorted(stage.visit.rows)
     responses_there = [stage.visit.trajectories[prompt] for prompt in ordinals]
@@ -233,24 +171,11 @@ def _candidate(
         said,
         {name: Figure(one.value, one.low, one.high) for name, one in found.items()},
         recipe.scheme,
-        size if is_result else None,
+        None if is_round else size,  # held-out prompts are answered by models of one scheme
         served_by(recipe.scheme) if is_result else (),
         responses=responses,
         aside=is_round,
     )
-
-
-def _riskiest(responses: Sequence[Response | None], most: int = MOST) -> list[Response | None]:
-    """The responses with the riskiest states while they have no more than so many; None for the others."""
-    left, kept = most, set()
-    for place in sorted(range(len(responses)), key=lambda place: -_risk(responses[place])):
-        own = responses[place]
-        count = len(own.states.kind) if own is not None and own.states is not None else 0
-        if count > left:
-            break
-        left -= count
-        kept.add(place)
-    return [one if place in kept else None for place, one in enumerate(responses)]
 
 
 def _unanswered(recipe: Recipe, size: int | None, prompts: int) -> Candidate:
@@ -275,31 +200,15 @@ def _response(stage: Stage, prompt: int, texts: TokenTexts, dense: Answers) -> R
         return None
     states = visit.states.take(visit.rows[prompt])
     states = states if states.risk.any() else scored(states, None)
-    response = respond(dense.get(prompt), visit.trajectories[prompt], states, stage.details, texts)
+    known = None if stage.name.startswith(ROUND) else dense.get(prompt)  # in a round it may be the response itself
+    response = respond(known, visit.trajectories[prompt], states, stage.details, texts)
     if stage.later and response.states is not None:
         columns = became(visit, prompt, stage.later)
         response = replace(response, states=replace(response.states, became=columns))
     return response
 
 
-def _detailed(stage: Stage, home: Path) -> Stage:
-    """The result with what was kept of its states; other stages as they are."""
-    files = home / HELD_OUT_MISMATCHES, home / HELD_OUT_DETAILS
-    if stage.name != "result" or not all(file.is_file() for file in files):
-        return stage
-    visit = replace(stage.visit, states=scored(stage.visit.states, Bank.read(files[0])))
-    return replace(stage, visit=visit, details=read_details(files[1]))
-
-
-def _dense_answers(home: Path) -> Answers:
-    """The dense model's own answers to held-out prompts, by prompt; older runs have none."""
-    file = home / DENSE_ANSWERS
-    return {one.prompt: one for one in read_trajectories(file)} if file.is_file() else NO_ANSWERS
-
-
-def _texts(
-    checkpoint: Path, rows: Sequence[Mapping[str, Any]], stages: Sequence[Stage], dense: Answers = NO_ANSWERS
-) -> TokenTexts:
+def _texts(checkpoint: Path, rows: Sequence[Mapping[str, Any]], stages: Sequence[Stage], dense: Answers) -> TokenTexts:
     """The texts of all ids, from the tokenizer of the checkpoint; none where it is gone."""
     ids = {token for row in rows for token in row["input_ids"]}
     ids.update(token for one in dense.values() for token in one.tokens)
@@ -333,7 +242,11 @@ def _placeholders(family: str, checkpoint: Path, texts: TokenTexts) -> dict[str,
 
 
 def _asked(row: Mapping[str, Any], texts: TokenTexts, placeholders: Mapping[str, str]) -> Asked:
+    """The prompt of a row; runs of earlier versions kept its tokens alone."""
     images, audios = ([_media(one) for one in row.get(name) or ()] for name in ("images", "audios"))
+    if row.get("messages") is not None:
+        messages = json.loads(row["messages"])
+        return Asked(row["id"], row["task"], messages, images, audios, row["reference"], row["ordinal"])
     return asked_from(row["input_ids"], row["id"], row["ordinal"], (images, audios), texts, placeholders)
 
 
@@ -341,10 +254,6 @@ def _media(row: Mapping[str, Any]) -> Source:
     return Source(None if row["path"] is None else Path(row["path"]), row["sha256"], row["bytes"])
 
 
-def _badness(place: int, candidates: Sequence[Candidate]) -> float:
-    return max((_risk(one.responses[place]) for one in candidates), default=0.0)
-
-
-def _risk(response: Response | None) -> float:
-    """The highest risk of its states."""
-    return 0.0 if response is None or response.states is None else max(response.states.risk, default=0.0)
+def _spoken(asked: Asked, dense: Answers, texts: TokenTexts) -> Answer:
+    """The dense model's answer; empty where nobody kept one."""
+    return spoken(dense[asked.ordinal], texts) if asked.ordinal in dense else Answer("")

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from onptq.errors import OnPTQError
+from onptq.files import read_yaml
 from onptq.page.contract import Candidate, Page
 from onptq.page.places import Place
 from onptq.run import RECORD
@@ -86,7 +85,7 @@ def _measured_alike(one: Candidate, other: Candidate) -> bool:
 
 
 def _record(place: Place) -> Mapping[str, Any]:
-    record: Mapping[str, Any] = yaml.safe_load((place.home / RECORD).read_text(encoding="utf-8"))
+    record: Mapping[str, Any] = read_yaml(place.home / RECORD)
     return record
 
 

@@ -42,6 +42,7 @@ PRINT_CONFIG = {
     "view": {"stroke": None},
 }
 MARGIN = 40  # pixels
+PNG_SCALE = 1.5  # pixels of a PNG for one of the SVG
 _SIZE = re.compile(r'width="(?P<width>[\d.]+)" height="(?P<height>[\d.]+)" viewBox="0 0 [\d. ]+"')
 PRINT_STYLE = "<style>@media (prefers-color-scheme: dark) { text { fill: #dddddd } }</style>"
 
@@ -142,17 +143,28 @@ def can_draw() -> bool:
 
 def draw_svg(plot: Plot) -> str:
     """The plot as an SVG that can be read on light and on dark ground. Nothing is downloaded."""
+    drawn = _drawn(plot, "vegalite_to_svg", {})
+    head, opened, body = drawn.partition(">")
+    return f"{_widened(head)}{opened}{PRINT_STYLE}{body}"
+
+
+def draw_png(plot: Plot) -> bytes:
+    """The plot as a PNG on white ground."""
+    drawn: bytes = _drawn(plot, "vegalite_to_png", {"background": "white"}, scale=PNG_SCALE)
+    return drawn
+
+
+def _drawn(plot: Plot, convert: str, changes: Mapping[str, Any], **options: Any) -> Any:
     try:
         import vl_convert
     except ImportError:
         raise OnPTQError(f"pictures as files need vl-convert-python, which is not installed: {INSTALL}") from None
-    spec = dict(plot.spec) | {"width": PRINT_WIDTH}
+    spec = dict(plot.spec) | {"width": PRINT_WIDTH} | dict(changes)
+    draw = getattr(vl_convert, convert)
     try:
-        drawn = vl_convert.vegalite_to_svg(spec, vl_version=VERSION, config=PRINT_CONFIG, allowed_base_urls=[])
+        return draw(spec, vl_version=VERSION, config=PRINT_CONFIG, allowed_base_urls=[], **options)
     except ValueError as error:
         raise OnPTQError(f"the picture {plot.id!r} cannot be drawn: {error}") from error
-    head, opened, body = drawn.partition(">")
-    return f"{_widened(head)}{opened}{PRINT_STYLE}{body}"
 
 
 def _widened(head: str) -> str:
@@ -162,6 +174,13 @@ def _widened(head: str) -> str:
     width, height = float(found["width"]), found["height"]
     size = f'width="{width + MARGIN:g}" height="{height}" viewBox="{-MARGIN} 0 {width + MARGIN:g} {height}"'
     return head[: found.start()] + size + head[found.end() :]
+
+
+def write_png(plot: Plot, path: Path) -> None:
+    """Write the plot as a PNG."""
+    data = draw_png(plot)
+    with atomically(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_svg(plot: Plot, path: Path) -> None:

@@ -36,12 +36,17 @@ def _on_prompts(responses: Sequence[Response], resampler: Resampler) -> str:
     changed = count(lambda one: one.fork is not None)
     if changed == "0":
         return f"All {total} answers are worded as before."
-    clear, content = count(parts_clearly), sum(one.change == "content" for one in responses)
-    parts = f"Of {total} answers {changed} {'is' if changed == '1' else 'are'} worded differently"
-    parts += f", {clear} {'parts' if clear.split()[0] == '1' else 'part'} where the dense model was sure"
-    if content:
-        parts += f", {content} {'says' if content == 1 else 'say'} something else"
-    return f"{parts}."
+    clear, content = count(parts_clearly), count(lambda one: one.change == "content")
+    parts = [f"Of {total} answers {changed} {_one(changed, 'is', 'are')} worded differently"]
+    parts.append(f"{clear} {_one(clear, 'changes', 'change')} clearly, not at a near tie")
+    if content != "0":
+        parts.append(f"{content} {_one(content, 'says', 'say')} something else")
+    return f"{', '.join(parts)}."
+
+
+def _one(count: str, one: str, more: str) -> str:
+    """The verb behind a count."""
+    return one if count.split()[0] == "1" else more
 
 
 def flips_of(items: Sequence[Question], candidate: Sequence[Answer | None], resampler: Resampler) -> Flips | None:

@@ -16,29 +16,32 @@ from typing import Any
 from onptq.errors import OnPTQError
 from onptq.files import atomically
 from onptq.page.contract import Page
+from onptq.page.fit import fitted
 
 ASSET = "page.html"  # in this package
 DATA, TITLE = "@@PAGE-DATA@@", "@@PAGE-TITLE@@"
+LIMIT = 9_900_000  # bytes of a page: under 10 MB
 DIGITS = 5  # significant ones of a number
 
 
 def write_page(page: Page, path: Path) -> int:
-    """Write the page and return its size in bytes; the same data give the same bytes."""
-    document = fill(asset(), page).encode()
+    """Write the page and return its size in bytes, which details and media are fitted to; the same data give the same bytes."""
+    empty = asset()
+    document = fill(empty, page, fitted(page, LIMIT - len(empty.encode()), packed)).encode()
     with atomically(path) as temporary:
         temporary.write_bytes(document)
     return len(document)
 
 
-def fill(document: str, page: Page) -> str:
-    """The document with the page's title, and its data as base64 of gzip of JSON: nothing in them can be read as HTML."""
+def fill(document: str, page: Page, data: str | None = None) -> str:
+    """The document with the page's title and its data, packed: nothing in them can be read as HTML."""
     for marker in (DATA, TITLE):
         if marker not in document:
             raise OnPTQError(f"the document of the page has no {marker}; expected it where that belongs")
-    packed = base64.b64encode(gzip.compress(to_bytes(page), mtime=0)).decode()
+    data = packed(page) if data is None else data
     before, _, after = document.partition(DATA)
     title = html.escape(page.title.encode("utf-8", errors="replace").decode())
-    return before.replace(TITLE, title) + packed + after.replace(TITLE, title)
+    return before.replace(TITLE, title) + data + after.replace(TITLE, title)
 
 
 def asset() -> str:
@@ -48,6 +51,11 @@ def asset() -> str:
             f"this onptq has no {ASSET}, which is built before it is packaged: see page/README.md, or install a release"
         )
     return file.read_text(encoding="utf-8")
+
+
+def packed(page: Page) -> str:
+    """The data of the page, as base64 of gzip of JSON."""
+    return base64.b64encode(gzip.compress(to_bytes(page), mtime=0)).decode()
 
 
 def to_bytes(page: Page) -> bytes:

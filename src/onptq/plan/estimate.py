@@ -110,11 +110,16 @@ class Memory:
 
     def prefixes(self, sides: int) -> Terms:
         """Cached keys and values of `sides` policies: calibration and held-out prompts, each within the budget."""
-        work, token = self.work, 2 * self.shapes.layers * self.shapes.kv * self.compute
+        work = self.work
         own = (ceil(count * work.share(work.batches(count))) for count in (work.followed, work.holdout))
-        each = (sides * count * work.length * token for count in own)
+        each = (sides * self.cached(count, work.length) for count in own)
         budget = self.budgets.prefixes
         return {"prefix caches": sum(size if budget is None else min(budget, size) for size in each)}
+
+    def cached(self, rows: int, length: int) -> int:
+        """Keys and values of so many sequences, their states, and those that they go back to."""
+        token = 2 * self.shapes.attending * self.shapes.kv * self.compute
+        return rows * (length * token + 2 * WIDE * self.shapes.state)
 
     def activations(self, tokens: int, keys: int) -> int:
         """The widest moment of a block, in its MLP or its attention, for `tokens` that see `keys` each."""
@@ -158,7 +163,7 @@ class Memory:
         every, tokens = work.init_prompts * length, work.start_rows * length
         rows = max(1, min(work.init_prompts, work.recipe.compute.batch_tokens // length))
         following = {
-            "prefix caches": rows * length * 2 * shapes.layers * shapes.kv * self.compute,
+            "prefix caches": self.cached(rows, length),
             "activations": self.activations(rows * work.prompt_tokens, work.prompt_tokens),
         }
         learning = {

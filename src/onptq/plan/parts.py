@@ -43,6 +43,8 @@ class Shapes:
     """The sizes of a checkpoint that decide what a run takes. Counts of parameters, unless a comment says otherwise."""
 
     layers: int  # blocks
+    attending: int  # blocks with keys and values
+    state: int  # numbers in the states of all recurrent blocks, of one sequence
     hidden: int  # width
     ffn: int  # width; of a layer with experts that of all a token goes to
     query: int  # width of all query heads together
@@ -126,15 +128,22 @@ def _shapes(
     config: Mapping[str, Any],
 ) -> Shapes:
     weights = {name: checkpoint.tensors[f"{decoder.prefix}{name}.weight"] for name in decoder.linears}
-    first = {name.rpartition(".")[2]: weights[name].shape for name in weights if name.startswith("layers.0.")}
+    first: dict[str, tuple[int, ...]] = {}
+    for name, weight in weights.items():
+        first.setdefault(name.rpartition(".")[2], weight.shape)
+    attending = sum(name.endswith(".o_proj") for name in weights)
     text, vision = text_config(config), thinker_config(config).get("vision_config") or {}
     blocks = [_Block.of(index, weights, text) for index in range(decoder.layers)]
     block = max(blocks, key=lambda one: one.linears)
     embeddings = checkpoint.tensors.get(f"{decoder.prefix}embed_tokens.weight")
     query = first["o_proj"][1]
+    key, kernel = int(text.get("linear_key_head_dim") or 0), int(text.get("linear_conv_kernel_dim") or 0)
+    state = first["out_proj"][1] * key + first["in_proj_qkv"][0] * kernel if "out_proj" in first else 0
     count = {name: _parameters(tensors) for name, tensors in grouped.items()}
     return Shapes(
         layers=decoder.layers,
+        attending=attending,
+        state=(decoder.layers - attending) * state,
         hidden=first["o_proj"][0],
         ffn=max(one.ffn for one in blocks),
         query=query,

@@ -149,7 +149,7 @@ def make_plan(
         plan = replace(plan, family=source.family.name, parts=parts, warnings=tuple(unmatched))
         plan = replace(plan, serving=tuple(serving(scheme, source.family.has_experts)))
         _check(source, parts, recipe, out)
-        processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
+        processor = PromptProcessor.from_folder(source.folder, source.family, source.config, recipe.data.special_tokens)
         processor(probe_prompt(source.family.modalities))  # a chat template that takes all media
         if calibration is None:
             prompts, work = None, work_of(recipe, source, prompt_tokens)

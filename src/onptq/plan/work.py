@@ -7,8 +7,9 @@ from math import ceil
 
 from onptq.checkpoint.source import Source
 from onptq.data.calibration import Prompts
+from onptq.methods import default_steps
 from onptq.methods.layerwise import RESPONSE_TOKENS
-from onptq.methods.signround import BATCH, STEPS
+from onptq.methods.signround import BATCH
 from onptq.models.family import TEXT
 from onptq.models.processing import PromptProcessor, context_length
 from onptq.recipe import Recipe
@@ -74,7 +75,7 @@ class Work:
     @property
     def start_rounds(self) -> bool:
         """Whether the init learns how each weight is rounded, block by block."""
-        return bool(self.prompts) and "signround" in self.recipe.init.split("+")
+        return bool(self.prompts) and default_steps(self.recipe.init) is not None
 
     @property
     def start_rows(self) -> int:
@@ -84,7 +85,8 @@ class Work:
     @property
     def start_steps(self) -> int:
         """Updates of each block."""
-        return STEPS if self.recipe.init_steps is None else self.recipe.init_steps
+        steps = default_steps(self.recipe.init) or 0
+        return self.recipe.init_steps or steps
 
     @property
     def start_evaluations(self) -> int:

@@ -118,6 +118,11 @@ class QuantLinear(nn.Module):
         else:
             self.become(Frozen(folded, keep_weight=keep == "floats"))
 
+    def drop_floats(self) -> None:
+        """Free the floats of a frozen Q's weight; the next forward makes them again."""
+        if isinstance(self.state, Frozen):
+            self.state.weight = None
+
     def folded(self) -> FoldedLinear:
         """The linear that Q deploys. That of an attached theta is folded anew in every call."""
         match self.state:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -24,6 +26,8 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 def find_eps(norm: nn.Module) -> float | None:
     """The epsilon of a module that computes such a norm; None for any other module."""
     gain: Tensor = norm.weight  # type: ignore[assignment]
+    if _is_gated(norm):
+        return None
     eps = next((getattr(norm, name) for name in EPS_NAMES if hasattr(norm, name)), None)
     probe = torch.linspace(-1, 2, len(gain), dtype=gain.dtype, device=gain.device)
     small = probe * 1e-3  # where the epsilon shows
@@ -36,12 +40,26 @@ def gain_offset(norm: nn.Module) -> float | None:
     """What a norm adds to its weight before it multiplies with it: 0, or 1 as in Gemma; None where it does neither."""
     weight: Tensor = norm.weight  # type: ignore[assignment]
     probe = torch.linspace(-1, 1, len(weight), dtype=weight.dtype, device=weight.device)
-    once = norm(probe)
+    inputs = (probe, torch.ones_like(probe)) if _is_gated(norm) else (probe,)
+    once = norm(*inputs)
     for offset in (0.0, 1.0):
-        twice = functional_call(norm, {"weight": 2 * weight + offset}, (probe,))  # a gain of 2 (offset + weight)
+        twice = functional_call(norm, {"weight": 2 * weight + offset}, inputs)  # a gain of 2 (offset + weight)
         if torch.allclose(twice, 2 * once, rtol=1e-2):
             return offset
     return None
+
+
+def _is_gated(norm: nn.Module) -> bool:
+    """Whether what it computes is multiplied with a function of another input."""
+    parameters = signature(norm.forward).parameters.values()
+    return (
+        sum(
+            parameter.default is Parameter.empty
+            for parameter in parameters
+            if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+        )
+        > 1
+    )
 
 
 def divided_gain(weight: Tensor, log_out: Tensor, offset: float) -> Tensor:

@@ -111,6 +111,11 @@ class Policy(LanguageModel):
             centred.linears[module.path] = module.centre(theta)
         return centred
 
+    def drop_floats(self) -> None:
+        """Free the floats of a frozen Q's weights; the next forward makes them again."""
+        for module in self._linears():
+            module.drop_floats()
+
     def folded(self) -> Iterator[tuple[str, Folded]]:
         """Every folded piece with its name relative to the decoder, block by block, as the exporter takes them."""
         for module in self.wrapped:

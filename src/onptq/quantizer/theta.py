@@ -60,6 +60,9 @@ class Theta:
     smoothing: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> [channels]
     linears: dict[str, LinearTheta] = field(default_factory=dict)  # "layers.0.self_attn.q_proj" -> its part
     inputs: dict[str, Tensor] = field(default_factory=dict)  # "layers.0.v_o" -> tensor scale of what enters, if any
+    # The tensors, kept alive, and their writes when `version` was last read; and how often they had changed by then.
+    _seen: list[tuple[Tensor, int | None]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _changes: int = field(default=0, init=False, repr=False, compare=False)
 
     @classmethod
     def rtn(cls, blocks: Sequence[Block], scheme: Scheme, device: torch.device | str = "cpu") -> Theta:
@@ -98,6 +101,14 @@ class Theta:
             self._cloned_inputs(),
         )
 
+    @torch.no_grad()
+    def copy_(self, other: Theta) -> None:
+        """Take the values of a theta with the same tensors."""
+        values = other._named()
+        for name, tensor in self._named().items():
+            if tensor is not values[name]:  # codes are shared
+                tensor.copy_(values[name])
+
     def freed(self) -> Theta:
         """A clone whose codes all follow the weights again: smoothing and ratios alone."""
         ratios = {path: Free(ratio.detach().clone()) for path, ratio in self.ratio.items()}
@@ -106,8 +117,17 @@ class Theta:
 
     @property
     def version(self) -> int:
-        """The number of in-place writes to its tensors."""
-        return sum(tensor._version for tensor in self._named().values())
+        """A number that differs after every change that was made since it was last read.
+
+        A tensor may be written to or replaced. Tensors of inference mode count no writes, so they count as changed."""
+        now = [(tensor, None if tensor.is_inference() else tensor._version) for tensor in self._named().values()]
+        same = len(now) == len(self._seen) and all(
+            one is other and count is not None and count == before
+            for (one, count), (other, before) in zip(now, self._seen, strict=True)
+        )
+        if not same:
+            self._seen, self._changes = now, self._changes + 1
+        return self._changes
 
     @torch.no_grad()
     def project_(self, origin: Theta) -> None:

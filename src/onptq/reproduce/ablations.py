@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from onptq.reproduce.common import differing_setup
-from onptq.reproduce.experiment import Compared, Experiment
+from onptq.reproduce.compared import Compared
+from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.paper_rows import paper
 from onptq.reproduce.record import Cell, Claim, Picture, Result, Table, above, as_mark, shown
 
@@ -53,7 +54,8 @@ def result(compared: Compared, scheme: str, there: dict[str, Any], settings: dic
     differs = [
         *differing_setup(settings, "Qwen3-VL-8B-Instruct", "MMMU and ScienceQA"),
         f"Judged by: {label}, paired by item or prompt.",
-        "All on-policy states have equal weights, as has the paper's setting without a filter. KL is that of D from Q.",
+        "All on-policy states have equal weights here; the paper does not say which weights they have there.",
+        "KL is that of D from Q.",
     ]
     heads = ("", "setting", "MMMU, paper", "ScienceQA, paper", f"{label} here", "full method is better by")
     table = Table("One change at a time", (*heads, "changed decisions %", "KL"), rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,21 @@ RESULTS: Mapping[str, str] = {
 }
 NAMES = tuple(RESULTS)
 ALL = "all"
+ANSWERED = ("main-table", "flip-rate", "omni-table")  # that can be of answers to real benchmarks
+# About how many models each makes and measures, by which what is left of a run is estimated.
+WORK: Mapping[str, int] = {
+    "risk-properties": 2,
+    "signals": 1,
+    "theory": 2,
+    "selection-value": 6,
+    "motivation": 8,
+    "ablations": 14,
+    "hyperparameters": 11,
+    "main-table": 28,
+    "flip-rate": 1,
+    "omni-table": 14,
+    "efficiency": 1,
+}
 
 
 def check_names(names: list[str]) -> list[str]:
@@ -37,6 +53,33 @@ def check_names(names: list[str]) -> list[str]:
             hint = did_you_mean(name, (*NAMES, ALL))
             raise OnPTQError(f"unknown result {name!r}{hint}; expected {ALL}, or some of {', '.join(NAMES)}")
     return [name for name in NAMES if ALL in names or name in names]
+
+
+def check_answered(names: Sequence[str]) -> None:
+    """Refuse to take given answers for results that are of a model's states or of times."""
+    others = [name for name in names if name not in ANSWERED]
+    if others:
+        raise OnPTQError(f"--answers is for {', '.join(ANSWERED)}; expected no other results, not {', '.join(others)}")
+
+
+class Clock:
+    """How far a run of several results is, and how long the rest may take."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names, self._began, self._used = list(names), time.monotonic(), time.process_time()
+
+    def begin(self, name: str) -> str:
+        """The sentence at the beginning of a result."""
+        place = self._names.index(name)
+        done, left = (sum(WORK[one] for one in of) for of in (self._names[:place], self._names[place:]))
+        seconds = time.monotonic() - self._began
+        rest = f"; {seconds:.0f} s so far, eta {seconds * left / done:.0f} s" if place else ""
+        return f"{name}, {place + 1} of {len(self._names)}{rest}"
+
+    def end(self) -> str:
+        """The sentence behind the last result."""
+        seconds, used = time.monotonic() - self._began, time.process_time() - self._used
+        return f"Elapsed: {seconds:.0f} s, {used:.0f} s of processor time"
 
 
 def run(name: str, experiment: Experiment) -> Result:

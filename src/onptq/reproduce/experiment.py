@@ -4,88 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from onptq import __version__
-from onptq.bank import States, Trajectory, read_trajectories
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source
 from onptq.data.manifest import load_manifest, manifest_digest
 from onptq.data.prompts import Prompt
-from onptq.evaluate.candidates import DENSE, Candidate, MethodCandidate, folder_name
+from onptq.evaluate.candidates import Candidate, MethodCandidate, folder_name, with_seeds
 from onptq.evaluate.comparison import compare_models
-from onptq.evaluate.metrics import AVERAGE
 from onptq.evaluate.session import Session
-from onptq.evaluate.statistics import Interval
-from onptq.evaluate.store import ROLLOUTS, STATES, THETA, path_of
-from onptq.evaluate.summary import ModelReport, Report
 from onptq.evaluate.tasks import Item
 from onptq.progress import QuietReporter, Reporter
 from onptq.recipe import Recipe
-from onptq.reproduce.record import guarded, negative
+from onptq.reproduce.compared import Compared
 from onptq.reproduce.settings import Settings
-from onptq.run import HOME, Run
+from onptq.run import Run
 from onptq.zoo.materials import draw_items, draw_prompts
 
-MISMATCH = "mismatch"
 CAPTIONS = "captions"  # what the paper's calibration prompts ask for
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A comparison's report and the files behind it."""
-
-    report: Report
-    folder: Path
-
-    def model(self, name: str) -> ModelReport:
-        """The candidate's figures; of one with several seeds their means."""
-        return self.report.models[self._row(name)]
-
-    def figure(self, name: str, measure: str) -> Interval:
-        return self.model(name).figures.get(measure, Interval(None))
-
-    def difference(self, first: str, second: str, measure: str) -> Interval:
-        """second - first, paired."""
-        a, b = self._row(first), self._row(second)
-        for pair in self.report.pairs:
-            if {pair.first, pair.second} == {a, b} and measure in pair.differences:
-                found = guarded(pair.differences[measure], pair.differing[measure])
-                return found if pair.first == a else negative(found)
-        return Interval(None)
-
-    @property
-    def measure(self) -> str:
-        """What methods are judged by: the average score, or changed decisions where nothing is graded."""
-        return AVERAGE if AVERAGE in self.report.labels else MISMATCH
-
-    @property
-    def sign(self) -> int:
-        """1 where more of that measure is better."""
-        return -1 if self.report.labels[self.measure].less_is_better else 1
-
-    def gain(self, first: str, second: str) -> Interval:
-        """How much better the second is than the first."""
-        found = self.difference(first, second, self.measure)
-        return found if self.sign == 1 else negative(found)
-
-    def file(self, name: str, file: str) -> Path:
-        parts = (DENSE,) if name == DENSE else path_of(name)
-        return self.folder.joinpath(HOME, *parts, file)
-
-    def theta(self, name: str) -> Path:
-        return self.file(name, THETA)
-
-    def trajectories(self, name: str) -> list[Trajectory]:
-        return read_trajectories(self.file(name, ROLLOUTS))
-
-    def states(self, name: str) -> States:
-        return States.read(self.file(name, STATES))
-
-    def _row(self, name: str) -> str:
-        return next((row for row in self.report.models if row == name or row.startswith(f"{name} (")), name)
 
 
 class Experiment:
@@ -110,7 +49,7 @@ class Experiment:
         """Of all runs with this model, scale and init."""
         s = self.settings
         name = folder_name(Path(s.model).name if Path(s.model).is_dir() else s.model)
-        return s.out / "runs" / f"{name}-{s.scale.name}-{s.init}"
+        return Path(s.out) / "runs" / f"{name}-{s.scale.name}-{s.init}"
 
     def recipe(self, scheme: str, changes: Mapping[str, Any] | None = None) -> Recipe:
         return self.settings.recipe(scheme, changes)
@@ -122,6 +61,11 @@ class Experiment:
     def cycle(self, name: str, scheme: str, changes: Mapping[str, Any] | None = None) -> MethodCandidate:
         """A method that calibrates in rounds, by the paper's recipe with some fields changed."""
         return MethodCandidate(f"{name}:{scheme}", self.recipe(scheme, changes))
+
+    def cycles(self, name: str, scheme: str, changes: Mapping[str, Any] | None = None) -> list[MethodCandidate]:
+        """The same with each of the seeds."""
+        every = with_seeds(self.cycle(name, scheme, changes), self.settings.seeds)
+        return [one for one in every if isinstance(one, MethodCandidate)]
 
     def calibration(self, count: int | None = None) -> list[Prompt]:
         return self._drawn("calibration", self.settings.scale.prompts if count is None else count)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from onptq.errors import OnPTQError
-from onptq.evaluate.answers import Answer
 from onptq.evaluate.candidates import DENSE
 from onptq.evaluate.metrics import judged
 from onptq.evaluate.statistics import Column, Interval, Measure, Part, Resampler, differing
-from onptq.evaluate.store import ANSWERS
-from onptq.evaluate.tasks import Item
+from onptq.evaluate.tasks import Scored
 from onptq.reproduce import main_table, tables
+from onptq.reproduce.answered import read_given
 from onptq.reproduce.common import differing_setup
-from onptq.reproduce.experiment import Compared, Experiment
+from onptq.reproduce.compared import Compared
+from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.record import Claim, Mark, Picture, Result, Table, as_mark, below, guarded, shown
 
 NAME, TITLE = "flip-rate", "Flips of correctness against the dense model (Figure 4)"
 SCHEMES = ("W8A8", "W4A8", "W4A6")
+COLUMNS = ("MMMU", "ScienceQA")  # whose answers the paper's figure is of
+MODEL = "Qwen3-VL-8B-Instruct"
+SETTINGS = "The paper's text does not name the three settings of its figure;"
+Key = tuple[str, str]  # scheme and method
 
 
 @dataclass(frozen=True)
@@ -52,45 +57,53 @@ def _share(found: Column) -> Measure:
 
 
 def run(experiment: Experiment) -> Result:
+    if experiment.settings.answers:
+        return _of_answers(experiment)
     schemes = SCHEMES if experiment.settings.scheme is None else (experiment.settings.scheme,)
     compared, items = main_table.compare(experiment), experiment.items()
     if not any(item.measure == "accuracy" for item in items):
         raise OnPTQError(f"{experiment.settings.model} has no tasks whose answers are right or wrong")
-    dense = judged(items, _answers(compared, DENSE))
-    rights = {
-        (scheme, method): judged(items, _answers(compared, tables.name_of(method, scheme)))
-        for scheme in schemes
-        for method in tables.METHODS
-    }
-    return result(dense, rights, items, experiment)
+    settings = experiment.settings.describe()
+    differs = [
+        *differing_setup(settings, MODEL, "900 items of MMMU and 2,017 of ScienceQA-IMG"),
+        "The items are those of the embedded tasks whose answers are right or wrong.",
+        f"{SETTINGS} here they are those with quantized activations.",
+        "With several seeds these are the flips of the first.",
+    ]
+    return result(compared, schemes, items, differs, settings, experiment.settings.seed)
 
 
-def _answers(compared: Compared, name: str) -> list[Answer]:
-    from onptq.evaluate.answers import read_answers
-
-    return read_answers(compared.file(name, ANSWERS))[name]
+def _of_answers(experiment: Experiment) -> Result:
+    given = read_given(experiment.settings, COLUMNS, SCHEMES)
+    differs = [*given.differs(MODEL), f"{SETTINGS} here they are those of the answers."]
+    settings = given.settings(experiment.settings)
+    return result(given.compared, given.schemes, given.questions, differs, settings, experiment.settings.seed)
 
 
 def result(
-    dense: Column, rights: Mapping[tuple[str, str], Column], items: Sequence[Item], experiment: Experiment
+    compared: Compared,
+    schemes: Sequence[str],
+    items: Sequence[Scored],
+    differs: Sequence[str],
+    settings: Mapping[str, Any],
+    seed: int = 0,
 ) -> Result:
-    resampler = Resampler(experiment.settings.seed)
+    resampler = Resampler(seed)
+    dense = judged(items, compared.answers(DENSE))
+    rights = {
+        (scheme, method): judged(items, compared.answers(tables.name_of(method, scheme)))
+        for scheme in schemes
+        for method in tables.methods(compared, scheme)
+    }
     found = {key: flips(dense, right, resampler) for key, right in rights.items()}
-    claims = []
-    for scheme in dict.fromkeys(scheme for scheme, _ in rights):
-        others = {method: found[scheme, method].both.value or 0.0 for _, method in rights if method != tables.OURS}
-        best = min(others, key=lambda method: others[method])
-        less = change(dense, rights[scheme, best], rights[scheme, tables.OURS], resampler)
-        claims.append(
-            Claim(
-                f"OnPTQ flips fewer answers than every compared method in {scheme}",
-                "so in all three settings of the figure, whose numbers the text does not give",
-                f"{shown(found[scheme, tables.OURS].both, 1)}%; {shown(less, 2, True)} points from {best}",
-                below(less),
-            )
-        )
+    claims = [_claim(scheme, dense, rights, found, resampler) for scheme in schemes]
+    task_of = np.array([item.task for item in items if item.measure == "accuracy"])
+    tasks = list(dict.fromkeys(task_of.tolist()))
     rows = [
-        [scheme, method, shown(one.both, 1), shown(one.lost, 1), shown(one.gained, 1)]
+        [
+            *(scheme, method, shown(one.both, 1), shown(one.lost, 1), shown(one.gained, 1)),
+            *(f"{100 * np.mean((dense != rights[scheme, method])[task_of == task]):.1f}" for task in tasks),
+        ]
         for (scheme, method), one in found.items()
     ]
     marks: list[Mark] = [
@@ -99,13 +112,28 @@ def result(
         for direction, part in (("right to wrong", one.lost), ("wrong to right", one.gained))
         for mark in as_mark(f"{method} {scheme}", direction, part)
     ]
-    settings = experiment.settings.describe()
-    differs = [
-        *differing_setup(settings, "Qwen3-VL-8B-Instruct", "900 items of MMMU and 2,017 of ScienceQA-IMG"),
-        f"{len(dense)} items of the embedded tasks whose answers are right or wrong.",
-        "The paper's text does not name the three settings of its figure; here they are those with quantized activations. "
-        "With several seeds these are the flips of the first.",
-    ]
-    heads = ("bits", "method", "flips %", "right to wrong %", "wrong to right %")
-    table = Table("Answers that flipped, 95% intervals over items", heads, rows)
+    heads = (
+        "bits",
+        "method",
+        "flips %",
+        "right to wrong %",
+        "wrong to right %",
+        *(f"{task} flips %" for task in tasks),
+    )
+    table = Table(f"Answers that flipped, of {len(dense)}; 95% intervals over items", heads, rows)
     return Result(NAME, TITLE, claims, [table], differs, Picture(TITLE, "% of answers", marks, bars=True), settings)
+
+
+def _claim(
+    scheme: str, dense: Column, rights: Mapping[Key, Column], found: Mapping[Key, Flips], resampler: Resampler
+) -> Claim:
+    says = f"OnPTQ flips fewer answers than every compared method in {scheme}"
+    paper = "so in all three settings of the figure, whose numbers the text does not give"
+    ours = (scheme, tables.OURS)
+    others = {key: found[key].both.value or 0.0 for key in rights if key[0] == scheme and key != ours}
+    if ours not in rights or not others:
+        return Claim(says, paper, f"no answers of {tables.OURS} and another method in {scheme}", "not measured")
+    best = min(others, key=lambda key: others[key])
+    less = change(dense, rights[best], rights[ours], resampler)
+    here = f"{shown(found[ours].both, 1)}%; {shown(less, 2, True)} points from {best[1]}"
+    return Claim(says, paper, here, below(less))

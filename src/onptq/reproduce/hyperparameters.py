@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from onptq.reproduce.common import differing_setup
-from onptq.reproduce.experiment import Compared, Experiment
+from onptq.reproduce.compared import Compared
+from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.paper_rows import paper
 from onptq.reproduce.record import Cell, Claim, Picture, Result, Table, above, all_of, as_mark, shown, within
 

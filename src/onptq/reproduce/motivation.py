@@ -13,10 +13,11 @@ from onptq.bank import Column, States
 from onptq.evaluate.candidates import DENSE, MethodCandidate, folder_name
 from onptq.evaluate.metrics import PROMPTS, places, sums
 from onptq.evaluate.session import Session
-from onptq.evaluate.statistics import Interval, Measure, Part, Resampler, differing
+from onptq.evaluate.statistics import Interval, Measure, Part, Resampler, Seeded, Single, differing
 from onptq.reproduce.banks import Bank, make_theta, speaker, visit
 from onptq.reproduce.common import differing_setup
-from onptq.reproduce.experiment import Compared, Experiment
+from onptq.reproduce.compared import Compared
+from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.paper_rows import paper, paper_interval
 from onptq.reproduce.probes import COLUMNS, closed_loop
 from onptq.reproduce.record import (
@@ -95,6 +96,12 @@ def loop_measure(loop: Loop, prompts: Sequence[int], only_behind: bool = False) 
     return Measure((Part(PROMPTS, total(loop["js"][rows]), total(np.ones(int(rows.sum())))),))
 
 
+def over_seeds(loops: Sequence[Loop], prompts: Sequence[int], only_behind: bool = False) -> Single | Seeded:
+    """Closed-loop JS of a candidate: of its one seed, or the mean over its seeds."""
+    measures = tuple(loop_measure(loop, prompts, only_behind) for loop in loops)
+    return measures[0] if len(measures) == 1 else Seeded(measures)
+
+
 def variants(experiment: Experiment, init: str, scheme: str) -> dict[str, MethodCandidate]:
     """The init, and uniform calibration from it on static and on quantized-policy states, with and without the anchor."""
     few = {"data.prompts": _bank_size(experiment)}
@@ -116,10 +123,13 @@ def run(experiment: Experiment) -> Result:
     candidates = [one for of in made.values() for one in of.values()]
     examples = experiment.examples()
     compared = experiment.compare(f"motivation-{scheme}", candidates, scheme, prompts=examples)
-    loops: dict[str, dict[str, Loop]] = {}
+    loops: dict[str, dict[str, list[Loop]]] = {}
     with experiment.session(f"motivation-loops-{scheme}", scheme, examples) as session:
         for init, of in made.items():
-            loops[init] = {name: _loop(session, compared, one.name, scheme) for name, one in of.items()}
+            loops[init] = {
+                name: [_loop(session, compared, seed, scheme) for seed in compared.seeds(one.name)]
+                for name, one in of.items()
+            }
     first = there["inits"][0]
     with experiment.session(
         f"motivation-bank-{scheme}", scheme, experiment.calibration(_bank_size(experiment))
@@ -144,14 +154,16 @@ def _loop(session: Session, compared: Compared, name: str, scheme: str) -> Loop:
 def result(
     compared: Compared,
     names: Mapping[str, Mapping[str, str]],
-    loops: Mapping[str, Mapping[str, Loop]],
+    loops: Mapping[str, Mapping[str, Sequence[Loop]]],
     local: Correlation,
     experiment: Experiment,
 ) -> Result:
     there, seed = paper(NAME), experiment.settings.seed
     first = there["inits"][0]
     resampler, prompts = Resampler(seed), list(range(compared.report.prompts))
-    grown = {init: amplification(compared.states(of["init"]), loops[init]["init"], seed) for init, of in names.items()}
+    grown = {
+        init: amplification(compared.states(of["init"]), loops[init]["init"][0], seed) for init, of in names.items()
+    }
     covered = {
         init: _relative(compared.difference(of["static"], of["on-policy"], "js"), compared.figure(of["static"], "js"))
         for init, of in names.items()
@@ -160,10 +172,10 @@ def result(
     delay = compared.difference(of["static"], of[UNANCHORED], "first_fork")
     harm = compared.gain(of["static"], of[UNANCHORED])
     kept = compared.gain(of["static"], of["on-policy"])
-    measures = {name: loop_measure(loop, prompts) for name, loop in loops[first].items()}
+    measures = {name: over_seeds(of_seeds, prompts) for name, of_seeds in loops[first].items()}
     anchored = measures["static"], measures["on-policy"]
     closed = guarded(resampler.difference(*anchored), differing(*anchored))
-    behind = [loop_measure(loops[first][name], prompts, only_behind=True) for name in ("static", UNANCHORED)]
+    behind = [over_seeds(loops[first][name], prompts, only_behind=True) for name in ("static", UNANCHORED)]
     moved = guarded(resampler.difference(*behind), differing(*behind))
     moved = _relative(moved, resampler.estimate(behind[0]))
     label = compared.report.labels[compared.measure].name
@@ -225,24 +237,28 @@ def result(
     rows = []
     for init, each in names.items():
         for name, candidate in each.items():
-            loop = loops[init][name]
+            of_seeds = loops[init][name]
             rows.append(
                 [
                     init,
                     name,
                     shown(compared.figure(candidate, "js"), 4),
-                    shown(resampler.estimate(loop_measure(loop, prompts)), 4),
-                    shown(resampler.estimate(loop_measure(loop, prompts, only_behind=True)), 4),
+                    shown(resampler.estimate(over_seeds(of_seeds, prompts)), 4),
+                    shown(resampler.estimate(over_seeds(of_seeds, prompts, only_behind=True)), 4),
                     shown(compared.figure(candidate, "first_fork"), 2),
                     shown(compared.figure(candidate, compared.measure), 2),
                 ]
             )
     heads = ("init", "calibrated on", "same-state JS", "closed-loop JS", "behind the fork", "first fork", label)
-    settings = experiment.settings.describe()
+    settings = experiment.settings.describe() | {
+        "calibration prompts": _bank_size(experiment),
+        "held-out prompts": len(prompts),
+        "init": list(names),
+    }
     differs = [
         *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "a bank of 64 examples and 120 others of ScienceQA-IMG"),
-        f"Here {_bank_size(experiment)} examples calibrate and {len(prompts)} others judge; {local.states} candidate states "
-        "with valid branches are in the correlation.",
+        "The same prompts calibrate the inits, their updates and the bank; the others judge. "
+        f"{local.states} candidate states with valid branches are in the correlation.",
         "Behind a fork JS is that of D on its own response to Q on its own, the mean over the tokens that both have; "
         "the paper does not say how it accumulates.",
         "Static states are those of D's own responses to the same prompts, a fixed text; the paper's are of its captions. "
@@ -257,7 +273,7 @@ def result(
         for name, candidate in each.items()
         for group, one in (
             ("same state", compared.figure(candidate, "js")),
-            ("behind the fork", resampler.estimate(loop_measure(loops[init][name], prompts, only_behind=True))),
+            ("behind the fork", resampler.estimate(over_seeds(loops[init][name], prompts, only_behind=True))),
         )
         for mark in as_mark(f"{init}: {name}", group, one)
     ]

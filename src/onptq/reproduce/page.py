@@ -1,17 +1,16 @@
-"""The page of a result: Markdown for reading, JSON for programs, SVG where pictures can be drawn."""
+"""The page of a result: Markdown for reading, JSON for programs, SVG and PNG where pictures can be drawn."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onptq.errors import OnPTQError
 from onptq.files import atomically, to_json
 from onptq.page.contract import Plot
-from onptq.page.vega import category, coloured, picture, quantity, tips, values, write_svg
+from onptq.page.vega import INSTALL, category, coloured, picture, quantity, tips, values, write_png, write_svg
 from onptq.reproduce.record import Cell, Picture, Result, Table
 
 SUMMARY = "summary.md"
@@ -24,15 +23,24 @@ EXPLAINED = (
 POINT = {"type": "point", "filled": True, "size": 60, "opacity": 1}
 
 
-def write_page(result: Result, command: str, folder: Path) -> list[Path]:
-    """Write NAME.json, NAME.md and, with `onptq[figures]`, NAME.svg; return what was written."""
+def write_page(
+    result: Result, command: str, folder: Path, tell: Callable[[str], None] = lambda text: None
+) -> list[Path]:
+    """Write NAME.json, NAME.md and, with `onptq[figures]`, NAME.svg and NAME.png; return what was written.
+
+    `tell` gets why there is no picture where one cannot be drawn.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     files = {".json": to_json(result.to_dict() | {"command": command}, indent=2) + "\n"}
-    svg, written = folder / f"{result.name}.svg", []
+    written: list[Path] = []
     if result.picture is not None and result.picture.marks:
-        with suppress(OnPTQError):  # an optional package draws
-            write_svg(plot(result.name, result.picture), svg)
-            written.append(svg)
+        drawn = plot(result.name, result.picture)
+        try:
+            for write, suffix in ((write_svg, ".svg"), (write_png, ".png")):
+                write(drawn, folder / f"{result.name}{suffix}")
+                written.append(folder / f"{result.name}{suffix}")
+        except OnPTQError as error:  # an optional package draws
+            tell(f"no picture of {result.name}: {error}")
     files[".md"] = markdown(result, command, drawn=bool(written))
     for suffix, text in files.items():
         path = folder / f"{result.name}{suffix}"
@@ -60,6 +68,8 @@ def markdown(result: Result, command: str, drawn: bool = False) -> str:
     lines += ["", EXPLAINED, ""]
     if drawn:
         lines += [f"![{result.title}]({result.name}.svg)", ""]
+    elif result.picture is not None and result.picture.marks:
+        lines += [f"No picture: `{INSTALL}` draws it.", ""]
     for table in result.tables:
         lines += [f"**{table.title}**", "", *_table(table), ""]
     lines += ["What differs from the paper:", "", *(f"- {text}" for text in result.differs), ""]

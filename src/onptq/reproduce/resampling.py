@@ -57,9 +57,14 @@ def pearson(first: Column, second: Column) -> Statistic:
     return lambda rows: _correlation(first[rows].astype(np.float64), second[rows].astype(np.float64))
 
 
-def spearman(first: Column, second: Column) -> Statistic:
-    """The correlation of ranks; equals share theirs."""
-    return lambda rows: _correlation(ranks(first[rows]), ranks(second[rows]))
+def spearman(first: Column, second: Column, among: Column | None = None) -> Statistic:
+    """The correlation of ranks, of the rows `among` where these are not all; equals share theirs."""
+
+    def statistic(rows: Column) -> float:
+        chosen = rows if among is None else rows[among[rows]]
+        return _correlation(ranks(first[chosen]), ranks(second[chosen]))
+
+    return statistic
 
 
 def auroc(score: Column, positive: Column) -> Statistic:

@@ -50,7 +50,7 @@ def find_scale(name: str) -> Scale:
 class Settings:
     """What the command was given."""
 
-    out: Path
+    out: str | Path
     scale: Scale = SCALES["quick"]
     model: str = MODEL
     omni: str = OMNI  # of the table on speech
@@ -62,6 +62,7 @@ class Settings:
     calibration: Path | None = None  # a manifest; None draws embedded prompts
     prompts: Path | None = None  # held-out prompts for everything that is measured state by state
     bench: tuple[Path, ...] = ()  # reports of `onptq bench`
+    answers: tuple[tuple[str, Path], ...] = ()  # to real benchmarks, by candidate: folders of `onptq eval`
     changes: tuple[tuple[str, Any], ...] = ()  # fields of every recipe
 
     def recipe(self, scheme: str, changes: Mapping[str, Any] | None = None) -> Recipe:

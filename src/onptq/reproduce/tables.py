@@ -8,7 +8,8 @@ from typing import Any
 from onptq.evaluate.candidates import DENSE, MethodCandidate
 from onptq.evaluate.metrics import AVERAGE
 from onptq.evaluate.statistics import Interval
-from onptq.reproduce.experiment import Compared, Experiment
+from onptq.reproduce.compared import Compared
+from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.record import Cell, Claim, Table, above, negative, shown
 
 METHODS = {
@@ -36,16 +37,30 @@ def name_of(method: str, scheme: str) -> str:
     return f"{OURS if method == OURS else METHODS[method]}:{scheme}"
 
 
+def methods(compared: Compared, scheme: str) -> list[str]:
+    """The methods that were compared in a scheme, in the paper's order."""
+    return [method for method in METHODS if name_of(method, scheme) in compared]
+
+
 def table(compared: Compared, schemes: Sequence[str], measures: Sequence[str]) -> Table:
-    """Our rows in the paper's layout: the dense model, then every scheme's methods, the best of a scheme in bold."""
+    """Our rows in the paper's layout: the dense model, then every scheme's methods, the best of a scheme in bold.
+
+    Behind them is how far each is from the dense model, on prompts where there are any, else in its answers.
+    """
     labels = compared.report.labels
-    heads = ["method", "bits", *(labels[one].name for one in measures), "changed decisions %", "KL"]
-    columns = [*measures, "mismatch", "kl"]
+    apart = {"mismatch": "changed decisions %", "kl": "KL"}
+    if not compared.report.prompts and compared.given:
+        apart = {"flips": "flips %", "changed": "answers changed %"}
+    heads = ["method", "bits", *(labels[one].name for one in measures), *apart.values()]
+    columns = [*measures, *apart]
     rows: list[list[Cell]] = [["Dense", "FP16", *(_cell(compared.figure(DENSE, one), one) for one in measures), "", ""]]
     best: set[tuple[int, int]] = set()
     for scheme in schemes:
         first = len(rows)
-        figures = {method: [compared.figure(name_of(method, scheme), one) for one in columns] for method in METHODS}
+        figures = {
+            method: [compared.figure(name_of(method, scheme), one) for one in columns]
+            for method in methods(compared, scheme)
+        }
         for method, of in figures.items():
             rows.append([method, scheme, *(_cell(one, name) for one, name in zip(of, columns, strict=True))])
         for place, column in enumerate(columns):
@@ -87,7 +102,8 @@ def paper_table(there: Mapping[str, Any]) -> Table:
 def lead(compared: Compared, scheme: str, measure: str) -> tuple[str, Interval]:
     """The best other method of a scheme by a measure, and how much better than it OnPTQ is."""
     sign = -1 if compared.report.labels[measure].less_is_better else 1
-    values = {method: compared.figure(name_of(method, scheme), measure).value for method in METHODS if method != OURS}
+    others = [method for method in methods(compared, scheme) if method != OURS]
+    values = {method: compared.figure(name_of(method, scheme), measure).value for method in others}
     known = {method: sign * value for method, value in values.items() if value is not None}
     if not known:
         return "-", Interval(None)
@@ -96,12 +112,17 @@ def lead(compared: Compared, scheme: str, measure: str) -> tuple[str, Interval]:
     return best, change if sign == 1 else negative(change)
 
 
-def lead_claim(compared: Compared, scheme: str, measure: str, says: str, paper: str) -> Claim:
-    """A claim that OnPTQ is the best of a scheme: told by its paired difference from the best other method."""
+def lead_claim(compared: Compared, scheme: str, measure: str, says: str, paper: str, called: str = "") -> Claim:
+    """A claim that OnPTQ is the best of a scheme: told by its paired difference from the best other method.
+
+    `called` names the measure where its own name says too little.
+    """
+    if OURS not in methods(compared, scheme):
+        return Claim(says, paper, f"no answers of {OURS} in {scheme}", "not measured")
     best, ahead = lead(compared, scheme, measure)
     ours = compared.figure(name_of(OURS, scheme), measure)
     label = compared.report.labels[measure]
-    here = f"{label.name} {shown(ours, 1)}; better than {best} by {shown(ahead, 2, True)}"
+    here = f"{called or label.name} {shown(ours, 1)}; better than {best} by {shown(ahead, 2, True)}"
     return Claim(says, paper, here, above(ahead))
 
 
