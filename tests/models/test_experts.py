@@ -361,8 +361,7 @@ def test_an_interrupted_cycle_ends_in_a_checkpoint_that_is_reloaded_exactly(
     summary = onptq.quantize(tiny.folder, whole, calibration=tiny.manifest, recipe=recipe).summary
     assert summary["verification"]["max_abs_difference"] == 0.0
     assert all(check["passed"] for check in summary["verification"]["checks"] if check["name"] in ("reload", "schemes"))
-    sparse = len(summary["experts"]["tokens"])
-    assert sparse == 2
+    assert len(summary["experts"]["tokens"]) == (4 if name == "qwen3_5_moe" else 2)
     assert all(len(counts) == 4 and sum(counts) > 0 for counts in summary["experts"]["tokens"].values())
     with pytest.raises(KeyboardInterrupt):
         onptq.quantize(tiny.folder, resumed, calibration=tiny.manifest, recipe=recipe, reporter=Interrupted())
