@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from onptq.models.attention import grouped_mask, in_groups, trusted_attention, wants_groups
 from onptq.models.experts import routed
 from onptq.models.masks import same_run
-from onptq.models.states import States
+from onptq.models.recurrent import RecurrentStates
 from onptq.models.structure import RECURRENT, Block, Structure
 
 
-class KVCache(States):
+class KVCache(RecurrentStates):
     """Keys and values of every block in slots allocated once, [B, kv_heads, slots, head_dim]; none of a recurrent block,
     which has a state."""
 

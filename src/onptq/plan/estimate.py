@@ -119,7 +119,7 @@ class Memory:
     def cached(self, rows: int, length: int) -> int:
         """Keys and values of so many sequences, their states, and those that they go back to."""
         token = 2 * self.shapes.attending * self.shapes.kv * self.compute
-        return rows * (length * token + 2 * WIDE * self.shapes.state)
+        return rows * (length * token + 2 * WIDE * self.shapes.recurrent)
 
     def activations(self, tokens: int, keys: int) -> int:
         """The widest moment of a block, in its MLP or its attention, for `tokens` that see `keys` each."""

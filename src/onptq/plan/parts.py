@@ -44,7 +44,7 @@ class Shapes:
 
     layers: int  # blocks
     attending: int  # blocks with keys and values
-    state: int  # numbers in the states of all recurrent blocks, of one sequence
+    recurrent: int  # numbers in the recurrent states of all blocks, of one sequence
     hidden: int  # width
     ffn: int  # width; of a layer with experts that of all a token goes to
     query: int  # width of all query heads together
@@ -143,7 +143,7 @@ def _shapes(
     return Shapes(
         layers=decoder.layers,
         attending=attending,
-        state=(decoder.layers - attending) * state,
+        recurrent=(decoder.layers - attending) * state,
         hidden=first["o_proj"][0],
         ffn=max(one.ffn for one in blocks),
         query=query,

@@ -170,12 +170,21 @@ class Seconds:
         return self._everybody(once) + prefill
 
     def branch(self) -> float:
-        """Q takes horizon - 1 steps over all branches of a batch at once; D reads them in one forward."""
+        """Q takes horizon - 1 steps over all branches of a batch at once; D reads them in one forward.
+
+        Where blocks carry states, both follow the responses token by token, and the branches of each token are run by
+        themselves."""
         work, rates, horizon = self.work, self.rates, self.work.recipe.branch.horizon
         grown, read = 2 * work.candidates * (horizon - 1), 2 * work.candidates * horizon
         batches = work.batches(work.followed)
         trees = ceil(read / (work.rows * ROW_TOKENS)) + batches
-        seconds = self.decoder(rates.quantized, grown, trees * (horizon - 1)) + self.decoder(rates.dense, read, trees)
+        if self.shapes.recurrent:
+            steps, fed = batches * work.response_tokens, work.followed * work.response_tokens
+            seconds = self.decoder(rates.decoding, 2 * fed + grown, steps * (horizon + 1))
+            seconds += self.decoder(rates.dense, read, steps)
+        else:
+            seconds = self.decoder(rates.quantized, grown, trees * (horizon - 1))
+            seconds += self.decoder(rates.dense, read, trees)
         return work.banks * work.share(batches) * (seconds + (grown / 2 + read) * rates.state)
 
     def calibrate(self) -> float:

@@ -1,4 +1,4 @@
-"""States of recurrent blocks: what each carries from token to token, through the methods that transformers' classes call."""
+"""Recurrent states: what a block carries from token to token, through the methods that transformers' classes call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 Remembered = tuple[dict[int, Tensor], dict[int, Tensor]]
 
 
-class States:
+class RecurrentStates:
     """The last inputs of each block's convolution [B, channels, kernel] and its recurrent state, by layer."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class States:
         self.conv = {layer: tensor[rows] for layer, tensor in self.conv.items()}
         self.recurrent = {layer: tensor[rows] for layer, tensor in self.recurrent.items()}
 
-    def put_states(self, rows: Tensor, batch: int, other: States) -> None:
+    def put_states(self, rows: Tensor, batch: int, other: RecurrentStates) -> None:
         """Make another batch's states those of these rows, of `batch` in all."""
         for mine, others in ((self.conv, other.conv), (self.recurrent, other.recurrent)):
             for layer, tensor in others.items():
