@@ -9,6 +9,7 @@ from pathlib import Path
 from onptq.checkpoint.source import Source, find_source
 from onptq.errors import OnPTQError
 from onptq.schemes import Scheme
+from onptq.serving.vllm import cpu_dtype
 
 DENSE = "dense"
 RANDOM = "random:"
@@ -40,18 +41,8 @@ class Case:
         return f"{Path(self.model).name.replace(':', '-')}-{self.scheme_name}"
 
     def dtype(self, flags: Set[str]) -> str:
-        """The most exact type that vLLM's kernel takes on a CPU with these flags.
-
-        With AMX that is bfloat16 for all quantized weights. Without it the kernel for 4-bit weights takes no float32,
-        and quantizes activations in bfloat16 only.
-        """
-        if self.scheme is None:
-            return "float32"
-        if "amx_tile" in flags:
-            return "bfloat16"
-        if self.scheme.weight_bits == 8:
-            return "float32"
-        return "float16" if self.scheme.activation_bits == 16 else "bfloat16"
+        """The most exact type that vLLM's kernel takes on a CPU with these flags."""
+        return cpu_dtype(self.scheme, flags)
 
     def limit(self, flags: Set[str]) -> float:
         """In bfloat16 even a dense model differs from float32 by up to 0.08. Servers round activations with other

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server import NAME, Server, ServerError
+from server import NAME, ServerError
 
 from onptq.check.trial import QUESTIONS
-from onptq.data.prompts import Media, Prompt
+from onptq.data.prompts import Prompt
 from onptq.models.family import Family
+from onptq.serving.client import CHAT, Client
+from onptq.serving.messages import chat_messages
 from onptq.zoo.suite import items
 
-CHAT = "/v1/chat/completions"
 TOKENS = 24  # of an answer
 TASKS = {"image": "caption", "audio": "speech"}  # embedded tasks, on which the models of the zoo were trained
 TEXT = "Define membrane."  # trained on too: in a guessed answer small differences change tokens
@@ -59,29 +59,11 @@ def questions(family: Family) -> list[Question]:
     return chosen
 
 
-def messages(prompt: Prompt) -> list[dict[str, Any]]:
-    """The prompt's messages with its images and audio inside, as the API takes them."""
-    media = {"image": iter(prompt.images), "audio": iter(prompt.audios)}
-    return [{**message, "content": [_part(part, media) for part in message["content"]]} for message in prompt.messages]
-
-
-def _part(part: Mapping[str, Any], media: Mapping[str, Any]) -> dict[str, Any]:
-    if part["type"] == "image":
-        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_encoded(next(media['image']))}"}}
-    if part["type"] == "audio":
-        return {"type": "input_audio", "input_audio": {"data": _encoded(next(media["audio"])), "format": "wav"}}
-    return dict(part)
-
-
-def _encoded(media: Media) -> str:
-    return base64.b64encode(media.read()).decode()
-
-
 def free_request(question: Question) -> dict[str, Any]:
     """A greedy request that also asks for token ids and log-probabilities."""
     return {
         "model": NAME,
-        "messages": messages(question.prompt),
+        "messages": chat_messages(question.prompt),
         "max_tokens": TOKENS,
         "temperature": 0,
         "logprobs": True,
@@ -95,7 +77,7 @@ def forced_request(question: Question, answer: str) -> dict[str, Any]:
     prefill."""
     return {
         "model": NAME,
-        "messages": [*messages(question.prompt), {"role": "assistant", "content": answer}],
+        "messages": [*chat_messages(question.prompt), {"role": "assistant", "content": answer}],
         "add_generation_prompt": False,
         "continue_final_message": True,
         "max_tokens": 1,
@@ -105,13 +87,13 @@ def forced_request(question: Question, answer: str) -> dict[str, Any]:
     }
 
 
-def ask(server: Server, question: Question) -> dict[str, Any]:
-    """Both replies of the server. The answer is computed twice: token by token, and in one prefill."""
-    free = server.post(CHAT, free_request(question))
+def ask(client: Client, question: Question) -> dict[str, Any]:
+    """Both replies of a server. The answer is computed twice: token by token, and in one prefill."""
+    free = client.post(CHAT, free_request(question))
     answer = answer_of(free)
     if not answer.strip():
         raise ServerError(f"the answer to the {question.kind} question is empty")
-    return {"free": free, "forced": server.post(CHAT, forced_request(question, answer))}
+    return {"free": free, "forced": client.post(CHAT, forced_request(question, answer))}
 
 
 def answer_of(reply: Mapping[str, Any]) -> str:

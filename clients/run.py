@@ -2,10 +2,12 @@
 
     python clients/run.py                 # all models and schemes
     python clients/run.py --quick         # one checkpoint of every kind
+    python clients/run.py --policy        # only the rollouts of two quantizations
 
 Makes vLLM's environment (CPU build), exports the checkpoints by plain rounding, serves each on loopback, and asks over
 the OpenAI API about an image, about audio (where the family has it) and in text. Every token of the answers is compared
-with transformers. OUT gets results.json, server logs and replies. Exit code 1 if anything failed.
+with transformers. Then vLLM writes the rollouts of two quantizations (`follow.engine=vllm`), whose banks are compared
+with those of OnPTQ's own. OUT gets results.json, server logs and replies. Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from cases import Case, choose_cases
 from environment import PACKAGES, server_environment
+from policy import Beside, beside_our_own
 from questions import Question, ask, questions, read
 from reference import Compared, Reference
-from server import Server, ServerError, free_port, kernels, serve_command, tail
+from server import Server, free_port, kernels, serve_command, settings, tail
 
 import onptq
 from onptq.checkpoint.source import Source, open_checkpoint
 from onptq.errors import OnPTQError
 from onptq.files import cache_folder
 from onptq.recipe import Recipe
+from onptq.serving.vllm import cpu_flags
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,8 @@ class Suite:
         port, began = free_port(), time.monotonic()
         command = serve_command(self.python, source.folder, port, case.dtype(self.flags), media)
         log = self.folder(case) / "server.log"
-        with Server(command, port, log, case.environment, self.patience) as server:
-            replies = [ask(server, question) for question in chosen]
+        with Server(command, port, log, settings(case.environment), self.patience) as server:
+            replies = [ask(server.client, question) for question in chosen]
             started_in = server.started_in
         return replies, started_in, time.monotonic() - began
 
@@ -110,7 +114,7 @@ class Suite:
             (self.folder(case) / "replies.json").write_text(json.dumps(replies), encoding="utf-8")
             reference = Reference(source.folder)
             compared = [reference.compare(one, read(reply)) for one, reply in zip(chosen, replies, strict=True)]
-        except ServerError as failure:
+        except OnPTQError as failure:
             error = str(failure)
         log_text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
         return Result(
@@ -174,9 +178,19 @@ def print_table(results: Sequence[Result]) -> None:
     Console(width=200, highlight=False, markup=False).print(table)
 
 
+def print_policy(besides: Sequence[Beside]) -> None:
+    for one in besides:
+        print_line(
+            f"{one.label} {one.scheme}: {'ok' if one.fault is None else 'FAILED'}; {one.responses} responses of up to "
+            f"{one.longest} tokens, {one.parted} part from our own; {one.equal} of {one.states} states are the same in both "
+            f"banks; {one.near_ties} near ties, the largest of {one.largest_gap:.3f} logits; seconds {dict(one.seconds)}"
+        )
+
+
 def write_results(path: Path, results: Sequence[Result], more: dict[str, Any]) -> None:
     rows = [asdict(one) | {"passed": one.fault is None, "fault": one.fault} for one in results]
-    text = json.dumps(more | {"passed": all(row["passed"] for row in rows), "results": rows}, indent=2)
+    passed = all(row["passed"] for row in (*rows, *more["policy"]))
+    text = json.dumps(more | {"passed": passed, "results": rows}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -192,6 +206,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--quick", action="store_true", help="a selection with every family, every kernel and one random model"
     )
+    parser.add_argument("--policy", action="store_true", help="only the two quantizations whose rollouts vLLM writes")
     parser.add_argument("--out", type=Path, default=Path("clients-out"), help="new or empty folder for results")
     parser.add_argument(
         "--environment", type=Path, help="folder of vLLM's environment; default: in OnPTQ's cache folder"
@@ -199,13 +214,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--servers", type=int, default=2, help="servers at a time")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds until a server must be ready")
     return parser.parse_args(arguments)
-
-
-def cpu_flags() -> frozenset[str]:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
 
 
 def runnable(cases: Sequence[Case], flags: Set[str]) -> list[Case]:
@@ -221,7 +229,9 @@ def runnable(cases: Sequence[Case], flags: Set[str]) -> list[Case]:
 
 def run(args: argparse.Namespace) -> int:
     flags = cpu_flags()
-    cases = runnable(choose_cases(args.models, args.schemes, args.quick), flags)
+    if args.policy and (args.models or args.schemes or args.quick):
+        raise OnPTQError("expected --policy alone, or which checkpoints to serve, got both")
+    cases = [] if args.policy else runnable(choose_cases(args.models, args.schemes, args.quick), flags)
     if args.out.exists() and any(args.out.iterdir()):
         raise OnPTQError(f"--out {args.out} is not empty; expected a new or empty folder")
     began = time.monotonic()
@@ -233,9 +243,13 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     suite = Suite(environment.python, args.out.absolute(), args.patience, flags)
     results = suite.run(cases, args.servers)
-    print_table(results)
+    if results:
+        print_table(results)
+    besides = [] if args.models or args.schemes else beside_our_own(environment.python, args.out.absolute(), flags)
+    print_policy(besides)
     seconds = time.monotonic() - began
     more = {"versions": environment.versions(PACKAGES), "environment_seconds": installed, "seconds": round(seconds, 1)}
+    more["policy"] = [asdict(one) | {"passed": one.fault is None} for one in besides]
     write_results(args.out / "results.json", results, more)
     failed = [(case, one) for case, one in zip(cases, results, strict=True) if one.fault is not None]
     for case, one in failed:
@@ -243,10 +257,14 @@ def run(args: argparse.Namespace) -> int:
         if one.error is not None:
             log = suite.folder(case) / "server.log"
             print_line(f"{log}:\n{tail(log)}")
-    print(
-        f"{len(results) - len(failed)} of {len(results)} checkpoints passed in {seconds:.0f} s; {args.out / 'results.json'}"
-    )
-    return 1 if failed else 0
+    faults = [one for one in besides if one.fault is not None]
+    for one in faults:
+        print_line(f"\n{one.label}: {one.fault}")
+    passed = f"{len(results) - len(failed)} of {len(results)} checkpoints"
+    if besides:
+        passed += f" and {len(besides) - len(faults)} of {len(besides)} policies"
+    print(f"{passed} passed in {seconds:.0f} s; {args.out / 'results.json'}")
+    return 1 if failed or faults else 0
 
 
 def main() -> None:

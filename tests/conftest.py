@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from web_server import Answering, FakeServer, Serve
 
 from onptq.checkpoint.load import load_model
 from onptq.checkpoint.source import Source, find_source
@@ -102,6 +103,20 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random(
         "qwen2.5-vl", folder, prompts=6, hidden=64, heads=2, kv_heads=1, ffn=128, vocab=512, image_size=56
     )
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """`serve(answering)`: a web server on loopback that answers by a function of path and body."""
+    servers: list[FakeServer] = []
+
+    def start(answering: Answering) -> FakeServer:
+        servers.append(FakeServer(answering))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from onptq.errors import OnPTQError
-from onptq.files import YAML_LIMIT, parse_yaml, read_yaml, to_yaml
 from onptq.overrides import parse_override
+from onptq.plain_yaml import YAML_LIMIT, parse_yaml, read_yaml, to_yaml
 from onptq.recipe import Recipe
 from onptq.run import RECORD, Run, run_home
 

@@ -68,15 +68,18 @@ class Server:
         *,
         fault: Fault | None = None,
         together: int | None = None,
+        limit: float | None = None,
         **changes: Any,
     ) -> list[int]:
-        """The exit codes of the processes. Tensors with `together` or more elements are summed by themselves."""
+        """The exit codes of the processes. Tensors with `together` or more elements are summed by themselves. `limit` is for
+        how many seconds a process may give no sign of life."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         job = {
             "size": size,
             "fault": fault,
             "together": together,
+            "limit": limit,
             "port": free_port(),
             "out": str(out),
             "words": words(model, out, changes),
@@ -109,10 +112,16 @@ def serve() -> None:
     """The server's side: a line for every job, a line with the exit codes back."""
     from PIL import Image
 
-    from onptq import ranks
+    from onptq import heartbeat, ranks
     from onptq.cycle import rounds
 
-    for module in ("onptq.pipeline", "onptq.evaluate.baselines", "scipy.stats", "compressed_tensors"):
+    for module in (
+        "onptq.pipeline",
+        "onptq.evaluate.baselines",
+        "scipy.stats",
+        "compressed_tensors",
+        "torch.distributed.fsdp",
+    ):
         import_module(module)  # before the forks, so that none has to
     for family in ("llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"):
         import_module(f"transformers.models.{family}.modeling_{family}")
@@ -128,6 +137,8 @@ def serve() -> None:
         os.dup2(file, 1)
         os.dup2(file, 2)
         ranks.TOGETHER = job["together"] or ranks.TOGETHER
+        if job["limit"] is not None:
+            heartbeat.INTERVAL, heartbeat.LIMIT = job["limit"] / 10, job["limit"]
         if job["fault"] is not None and job["fault"][0] == rank:
             setattr(rounds, job["fault"][1], lambda *_, **__: suffer(job["fault"][2]))
         app(job["words"])
@@ -145,7 +156,7 @@ def serve() -> None:
         job, children = json.loads(line), []
         for rank in range(job["size"]):
             if (child := os.fork()) == 0:
-                signal.alarm(90)
+                signal.alarm(300)
                 code = 70
                 try:
                     act(job, rank)
@@ -158,8 +169,12 @@ def serve() -> None:
                     sys.stderr.flush()
                     os._exit(code)
             children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(json.dumps(codes), flush=True)
+        states = [os.waitpid(child, os.WUNTRACED)[1] for child in children]
+        for rank, (child, state) in enumerate(zip(children, states, strict=True)):
+            if os.WIFSTOPPED(state):  # torchrun ends what is left
+                os.kill(child, signal.SIGKILL)
+                states[rank] = os.waitpid(child, 0)[1]
+        print(json.dumps([os.waitstatus_to_exitcode(state) for state in states]), flush=True)
 
 
 def free_port() -> int:
@@ -281,19 +296,63 @@ def test_each_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "size"), list(zip(FAMILIES, (4, 2, 2, 4, 2, 2), strict=True)))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_several_processes_find_the_critical_set_and_the_theta_of_one(
-    family: str, size: int, server: Server, model: Callable[[str], Path], tmp_path: Path
+    family: str, server: Server, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    one, several = (server.finish(model(family), tmp_path / str(n), n) for n in (1, size))
+    one, two, four = (server.finish(model(family), tmp_path / str(n), n) for n in (1, 2, 4))
+    theirs = read_json(home(one) / "summary.json")
+    for several, size in ((two, 2), (four, 4)):
+        assert_alike(several, one)
+        assert "held-out" in printed(several, 0)
+        assert [printed(several, rank) for rank in range(1, size)] == [""] * (size - 1), "only the first prints"
+        ours = read_json(home(several) / "summary.json")
+        for side in ("rtn", "initial"):
+            assert ours["holdout"][side] == theirs["holdout"][side]
+        assert ours["checkpoint"]["bytes"] == theirs["checkpoint"]["bytes"]
+        assert not (home(several) / ".scratch").exists()
+
+
+SHORT: dict[str, Any] = {
+    "init": "rtn",
+    "data__prompts": 5,
+    "data__holdout": 2,
+    "follow__max_tokens": 4,
+    "calibrate__keep": "last",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "size", "shard"),
+    [("llama", 4, "always"), ("qwen2.5-vl", 2, "always"), ("llama", 1, "offload"), ("llama", 2, "offload")],
+)
+def test_a_model_whose_blocks_are_split_over_processes_computes_as_a_whole_one(
+    family: str, size: int, shard: str, server: Server, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    one = server.finish(model(family), tmp_path / "one", 1, **SHORT)
+    several = server.finish(model(family), tmp_path / "several", size, compute__shard=shard, **SHORT)
     assert_alike(several, one)
-    assert "held-out" in printed(several, 0)
-    assert [printed(several, rank) for rank in range(1, size)] == [""] * (size - 1), "only the first prints"
     ours, theirs = (read_json(home(out) / "summary.json") for out in (several, one))
-    for side in ("rtn", "initial"):
-        assert ours["holdout"][side] == theirs["holdout"][side]
+    assert ours["holdout"]["initial"] == theirs["holdout"]["initial"]
     assert ours["checkpoint"]["bytes"] == theirs["checkpoint"]["bytes"]
-    assert not (home(several) / ".scratch").exists()
+    assert "the decoder's blocks are" in printed(several, 0)
+
+
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_with_another_number_of_processes_and_ends_where_one_dies(
+    server: Server, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With settled codes of a learned init."""
+    folder, out = model("qwen3"), tmp_path / "out"
+    changes = SHORT | {"compute__shard": "always", "init": "search+signround", "init_steps": 2}
+    assert server(folder, out, 2, fault=Fault(1, "compare", signal.SIGKILL), **changes) == [2, -signal.SIGKILL]
+    assert "error: another process of this job has ended" in printed(out, 0)
+    assert (home(out) / "rounds/0/trajectories.parquet").exists()
+    assert server(folder, out, 2, fault=Fault(1, "calibrate", "the second is broken"), **changes) == [2, 2]
+    assert "Traceback" not in printed(out, 0)
+    server.finish(folder, out, 1, **changes)
+    assert_alike(out, server.finish(folder, tmp_path / "one", 1, **changes | {"compute__shard": "never"}))
 
 
 @pytest.mark.slow
@@ -325,6 +384,13 @@ def test_a_process_that_dies_ends_the_job_and_any_number_of_them_continues_it(
     assert (home(out) / "rounds/0/bank.parquet").exists()
     server.finish(folder, out, 4)
     assert_alike(out, server.finish(folder, tmp_path / "one", 1))
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_the_job(server: Server, model: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert server(model("llama"), out, 2, limit=4.0, fault=Fault(1, "compare", signal.SIGSTOP)) == [2, -signal.SIGKILL]
+    assert "process 1 of this job has given no sign of life for 4 seconds" in printed(out, 0)
 
 
 @pytest.mark.slow

@@ -622,6 +622,16 @@ def test_a_file_and_then_its_folder_are_synced_around_the_rename(
     assert calls == [("fsync", file), ("replace", file), ("fsync", folder)]
 
 
+def test_lines_of_the_log_that_lost_a_field_do_not_count(tmp_path: Path) -> None:
+    with Run.open(tmp_path, IDENTITY) as run:
+        run.log("phase", phase="Load", state="end", seconds=1.5)
+        run.log("phase", phase="Load", state="end", secnds=1.0)
+        run.log("phase", phase=["Load"], state="end", seconds=1.0)
+        run.log("phase", phase="Load", state="end", seconds="1")
+        run.log("phase", state="failed", seconds=1.0)
+        assert run.seconds() == {"Load": 1.5}
+
+
 def test_only_the_process_that_began_a_run_withdraws_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with Run.open(out, IDENTITY):

@@ -98,7 +98,8 @@ function Row({ one, at, of, chosen, onExample }: RowGiven) {
   const facts: string[] = [one.question.id];
   if (one.kinds[2] > 0) facts.push(`${one.kinds[2]} ${one.kinds[2] === 1 ? "mismatch" : "mismatches"}`);
   if (one.fork !== null) facts.push(`fork ${one.fork + 1}`);
-  facts.push(...one.question.kinds.filter((kind) => kind !== "text"), one.question.task);
+  facts.push(...one.question.kinds.filter((kind) => kind !== "text"));
+  if (!one.question.id.startsWith(`${one.question.task}/`)) facts.push(one.question.task);
   const told = visible(facts.filter(Boolean).join(" · "));
   return (
     // biome-ignore lint/a11y/useKeyWithClickEvents: the list handles the keys of its rows

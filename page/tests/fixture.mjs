@@ -490,7 +490,12 @@ function sound(name) {
   bytes.writeUInt32LE(2 * samples, 40);
   for (let at = 0; at < samples; at++)
     bytes.writeInt16LE(Math.round(8000 * Math.sin((at * 440 * 2 * Math.PI) / rate)), 44 + 2 * at);
-  return { kind: "audio", name, src: `data:audio/wav;base64,${bytes.toString("base64")}`, note: "" };
+  return {
+    kind: "audio",
+    name,
+    src: `data:audio/wav;base64,${bytes.toString("base64")}`,
+    note: "the first half second",
+  };
 }
 
 function drawing(name) {

@@ -117,6 +117,8 @@ describe("the explorer", () => {
   test("lists prompts first, the worst first", () =>
     read(file, {}, async (tab) => {
       assert.equal(await shownCount(tab), data.prompts.length);
+      const facts = await rows(tab).locator(".facts").allInnerTexts();
+      assert.ok(facts.every((line) => /^p\d+( · |$)/.test(line)));
       const badges = await rows(tab).locator(".badge").allInnerTexts();
       assert.equal(badges[0], "says something else");
       const order = ["says something else", "clear change", "reworded", "same", "no answer"].map((one) =>
@@ -175,7 +177,7 @@ describe("the explorer", () => {
         [...risks].sort((a, b) => b - a),
       );
       await order.selectOption("fork");
-      const forks = (await rows(tab).locator(".sub").allInnerTexts()).map((text) =>
+      const forks = (await rows(tab).locator(".facts").allInnerTexts()).map((text) =>
         Number(/fork (\d+)/.exec(text)?.[1] ?? Infinity),
       );
       assert.deepEqual(
@@ -268,6 +270,7 @@ describe("the explorer", () => {
       await tab.waitForFunction(() => document.querySelector("audio").readyState > 0);
       assert.equal(await audio.evaluate((one) => one.duration), 0.5);
       assert.equal(await audio.evaluate((one) => one.controls), true);
+      assert.match(await tab.locator(".media figcaption").innerText(), /the first half second/);
     }));
 
   test("an example without an answer says so", () =>

@@ -11,9 +11,9 @@ import { page, write } from "./fixture.mjs";
 const SCRIPT = "<script>window.ran = 1</script>";
 const IMAGE = '<img src=x onerror="window.ran = 2">';
 const BREAK = `</script><script>window.ran = 3</script>`;
-const ESCAPE = "\u001b[31mred\u001b[0m\u0007\u202eevil\u0000";
+const ESCAPE = "\u001b[31mred\u001b[0m\u0007\u202e\u061c\u{e0041}evil\u0000";
 const ALL = `${SCRIPT}${IMAGE}${BREAK}${ESCAPE}`;
-const SHOWN = `${SCRIPT}${IMAGE}${BREAK}␛[31mred␛[0m␇⟨202E⟩evil␀`;
+const SHOWN = `${SCRIPT}${IMAGE}${BREAK}␛[31mred␛[0m␇⟨202E⟩⟨061C⟩⟨E0041⟩evil␀`;
 
 const folder = mkdtempSync(join(tmpdir(), "onptq-safe-"));
 let browser;

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from onptq.errors import OnPTQError, did_you_mean
-from onptq.files import parse_yaml
+from onptq.plain_yaml import parse_yaml
 
 Overrides = Mapping[str, Any] | Iterable[str]
 Implied = Callable[[str], Mapping[str, Any]]  # of a method: the fields, by dotted path, that its name decides

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from onptq import __version__, methods
-from onptq.bank import Trajectory
+from onptq.bank import ROLLOUTS, Trajectory
 from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
-from onptq.check.trial import ask, questions
+from onptq.check.trial import Answer, ask, questions
 from onptq.checkpoint.companions import check_room, companion_bytes, companions
 from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.checkpoint.load import load_policy
@@ -28,12 +29,13 @@ from onptq.cycle.calibrate import Holdout
 from onptq.cycle.expert_tokens import cold_warning, expert_summary
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle, bank_figures
+from onptq.cycle.served import ServedPolicy
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.engine.agreement import check_agreement
-from onptq.engine.budget import cached_bytes
-from onptq.engine.memory import free_memory, peak_memory
+from onptq.engine.budget import cached_bytes, give_back_memory
+from onptq.engine.memory import free_memory, host_free, peak_memory
 from onptq.engine.prompts import EncodedPrompts
 from onptq.errors import OnPTQError
 from onptq.evaluate.details import LIGHT, check_level
@@ -47,14 +49,18 @@ from onptq.methods.resume import RunStore
 from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
 from onptq.models.processing import ModelInputs, PromptProcessor
+from onptq.models.sharding import Layout
 from onptq.page.card_picture import card_picture
+from onptq.plan.layouts import WHERE, layout_of_run
+from onptq.plan.machine import Machine
 from onptq.progress import Bar, LoggedReporter, QuietReporter, Reporter, SilentReporter
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
-from onptq.ranks import is_first, join
+from onptq.ranks import Ranks, is_first, join
 from onptq.recipe import Recipe
 from onptq.run import CALIBRATED, CHOICE, INIT, INIT_KEPT, SUMMARY, Run, check_place, is_contract_1, remove, run_home
 from onptq.schemes import Scheme
+from onptq.serving.vllm import Vllm
 from onptq.shared_run import open_run
 
 WEIGHTS = "*.safetensors"
@@ -82,6 +88,13 @@ class Job:
     prompts: Prompts
     manifest: str | None  # of the calibration prompts, as the user named it
     device: torch.device
+    vllm: Vllm
+
+    @property
+    def served(self) -> ServedPolicy | None:
+        """Who writes the rollouts, where it is not this package."""
+        served = self.recipe.rounds and self.recipe.follow.engine == "vllm"
+        return ServedPolicy(self.source, self.prompts.calibration, self.vllm) if served else None
 
 
 def quantize(
@@ -97,24 +110,30 @@ def quantize(
     on_bad_prompt: str = "fail",
     detail: str = LIGHT,
     held_out_detail: str | None = None,
+    policy_endpoint: str | None = None,
+    vllm_python: str | Path | None = None,
+    vllm_args: Sequence[str] = (),
 ) -> Result:
     """Quantize `model` into the folder `out`; called again after a kill, go on after the last finished step.
 
     `start` is the file of a theta^(0) to use instead of the recipe's base method. `on_bad_prompt` is `fail`, or `skip` to
     leave out prompts that cannot be read or that the model cannot take. `detail` is how much of single states is kept for the
-    page: `off`, `light` or `full`; `held_out_detail` the same of held-out states alone.
+    page: `off`, `light` or `full`; `held_out_detail` the same of held-out states alone. With `follow.engine=vllm` a server at
+    `policy_endpoint` writes the rollouts, or one that is started by `vllm_python` (else by that of ONPTQ_VLLM_PYTHON, or this
+    one) with `vllm_args`.
     """
     reporter = reporter or (QuietReporter() if is_first() else SilentReporter())
     recipe = recipe or Recipe()
     held_out_detail = detail if held_out_detail is None else held_out_detail
     for level in (detail, held_out_detail):
         check_level(level)
+    vllm = Vllm.given(policy_endpoint, vllm_python, vllm_args)
     with join(recipe.compute.device) as ranks:
         device = torch.device(ranks.lead(lambda: str(check_settings(Path(out), recipe, calibration, holdout))))
         if ranks.size > 1:
             device = choose_device(device.type)  # the rank's own GPU
         job = ranks.after_first(
-            lambda: check(model, Path(out), recipe, calibration, holdout, on_bad_prompt, device, reporter)
+            lambda: check(model, Path(out), recipe, calibration, holdout, on_bad_prompt, device, reporter, vllm)
         )
         with open_run(out, run_home(out), lambda: identify(job, reporter), ranks, reporter.warn) as run:
             logged = LoggedReporter(reporter, run.log, partial(peak_memory, job.device))
@@ -138,27 +157,40 @@ def work(
     if start is not None and run.ranks.is_first and not run.has(INIT):
         with run.writing(INIT) as path:
             shutil.copyfile(start, path)
+    run.ranks.lead(lambda: check_server(job, run))
     processor = open_processor(job.source, job.recipe)
-    policy = load(job, reporter)
+    policy = load(job, run.ranks, reporter)
     prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
-    cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail))
+    cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail), job.served)
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
     theta = keep_better(cycle, theta, partial(read_init, policy, run))
     summary, held_out_states = measure(job, cycle, theta)
-    run.ranks.leave()  # the rest is for one process; compressed-tensors would share it among all it sees
-    if not run.ranks.is_first:
-        return summary
-    warn_of_no_help(summary, reporter)
-    if (cold := cold_warning(summary.get("experts", {}))) is not None:
-        reporter.warn(cold)
-    keep_details(cycle, held_out_states, held_out_detail)
-    for side in SIDES:  # nobody is asked until the checkpoint is reloaded
-        cycle.inputs.forget(side)
-    policy.drop_floats()
-    summary["checkpoint"] = export(job, policy, run, reporter)
-    if verify:
-        summary["verification"] = reload_and_check(job, cycle, theta, processor, reporter)
+    with ExitStack() as verifying:
+
+        def conclude() -> Graph | None:
+            """The first process writes; the others have parts of the weights."""
+            warn_of_no_help(summary, reporter)
+            if (cold := cold_warning(summary.get("experts", {}))) is not None:
+                reporter.warn(cold)
+            keep_details(cycle, held_out_states, held_out_detail)
+            for side in SIDES:  # nobody is asked until the checkpoint is reloaded
+                cycle.inputs.forget(side)
+            policy.drop_floats()
+            summary["checkpoint"] = export(job, policy, run, reporter)
+            if not verify:
+                return None
+            total = 1 + bool(job.prompts.calibration)
+            bar = verifying.enter_context(reporter.phase("Verify", total=total, unit="prompts"))
+            return graph_answers(job, cycle, theta, processor, bar)
+
+        graph = run.ranks.first_alone(conclude)
+        run.ranks.leave()  # the rest is for one process; compressed-tensors would share it among all it sees
+        if not run.ranks.is_first:
+            return summary
+        checked = None if graph is None else reload_and_check(job, policy, graph, processor, reporter)
+    if checked is not None:
+        summary["verification"] = checked
     summary["seconds"] = run.seconds()
     run.finish(summary)
     return summary
@@ -173,6 +205,7 @@ def check(
     on_bad_prompt: str,
     device: torch.device,
     reporter: Reporter,
+    vllm: Vllm,
 ) -> Job:
     """Refuse before any work what would fail later, beside what `check_settings` refuses."""
     check_on_bad_prompt(on_bad_prompt)
@@ -187,6 +220,8 @@ def check(
     check_apart(source.folder, out)
     check_apart(source.folder, run_home(out))
     scheme = Scheme.parse(recipe.scheme)
+    if recipe.rounds and recipe.follow.engine == "vllm":
+        vllm.check(scheme)
     checkpoint, decoder = check_exportable(
         source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
     )
@@ -197,7 +232,7 @@ def check(
     seed = None if is_contract_1(out) else recipe.seed
     prompts = _gather(source, calibration, holdout, recipe, seed, on_bad_prompt, reporter)
     named = str(calibration) if isinstance(calibration, str | Path) else None
-    return Job(source, out, recipe, scheme, prompts, named, device)
+    return Job(source, out, recipe, scheme, prompts, named, device, vllm)
 
 
 def check_settings(
@@ -301,14 +336,33 @@ def damaged(out: Path, written: Mapping[str, Any]) -> str | None:
     return None if size == before else f"{out} has {size:,} bytes of weights, not {before:,}"
 
 
-def load(job: Job, reporter: LoggedReporter) -> Policy:
+def load(job: Job, ranks: Ranks, reporter: LoggedReporter) -> Policy:
     dtype = choose_dtype(job.recipe.compute.dtype, job.device, reporter.note)
+    layout = choose_layout(job, ranks, dtype)
+    if layout != "whole":
+        reporter.note(f"the decoder's blocks are {WHERE[layout]}, and gathered where they are used")
     with reporter.phase("Load", total=1, unit="checkpoint") as bar:
-        policy = load_policy(job.source, job.scheme, device=job.device, dtype=dtype)
+        policy = load_policy(job.source, job.scheme, device=job.device, dtype=dtype, layout=layout, ranks=ranks)
         bar.advance()
     for text in policy.unfolded:
         reporter.warn(text)
     return policy
+
+
+def choose_layout(job: Job, ranks: Ranks, dtype: torch.dtype) -> Layout:
+    """Where the decoder's blocks are, the same on all ranks."""
+    free, prompts = min(ranks.gather(free_memory(job.device))), job.prompts
+    host = host_free() if job.device.type == "cuda" else free
+    machine = Machine(str(job.device), "", dtype, free, host, gpus=ranks.size)
+    counts = len(prompts.calibration), len(prompts.holdout)
+    return ranks.lead(lambda: layout_of_run(job.source, job.recipe, *counts, machine))
+
+
+def check_server(job: Job, run: Run) -> None:
+    """Refuse a Python without vLLM before any work, where rollouts are still to be written by one."""
+    written = range(job.recipe.rounds if job.recipe.refresh else 1)
+    if job.served is not None and not all(run.has(f"rounds/{k}/{ROLLOUTS}") for k in written):
+        job.vllm.check_installed()
 
 
 def encode_prompts(
@@ -385,7 +439,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
         "choice": choice,
         "helped": None if choice is None else choice["kept"] == CALIBRATED,
     }
-    if experts := ranks.lead(lambda: expert_summary(cycle)):
+    if experts := expert_summary(cycle):
         summary["experts"] = experts
     return summary, after
 
@@ -447,24 +501,47 @@ def weight_bytes(out: Path) -> int:
     return sum(file.stat().st_size for file in out.glob(WEIGHTS))
 
 
-def reload_and_check(
-    job: Job, cycle: Cycle, theta: Theta, processor: PromptProcessor, reporter: Reporter
-) -> dict[str, Any]:
-    """The checkpoint, loaded by transformers, against the graph it was folded from. Releases the policy."""
+@dataclass(frozen=True)
+class Graph:
+    """What the graph says that the checkpoint is folded from, and the dense model's answers."""
+
+    tried: list[ModelInputs]
+    logits: list[Tensor]  # of the graph
+    dense: list[Answer]
+
+
+def graph_answers(job: Job, cycle: Cycle, theta: Theta, processor: PromptProcessor, bar: Bar) -> Graph:
+    """What the checkpoint will be compared with. Q is theta, simulated, as whoever loads the checkpoint computes it."""
     source, policy = job.source, cycle.policy
     tried = [processor(prompt) for prompt in (probe_prompt(source.family.modalities), *job.prompts.calibration[:1])]
-    with reporter.phase("Verify", total=len(tried), unit="prompts") as bar:
-        dtype = policy.dtype
-        policy.attach(theta)  # simulated, as whoever loads the checkpoint does
-        expected = [_graph_logits(policy, inputs) for inputs in tried]
-        with policy.speaking("D"):
-            dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
-        policy.release()
-        inputs = [one.tensors for one in tried]
-        verification, checks = verify_export(
-            job.out, source, processor, inputs, expected, dense, dtype=dtype, device=job.device
+    policy.attach(theta)
+    logits = []
+    for inputs in tried:
+        logits.append(_graph_logits(policy, inputs))
+        bar.advance()
+    with policy.speaking("D"):
+        dense = ask(policy.model, questions(processor), processor.tokenizer, source.eos())
+    return Graph(tried, logits, dense)
+
+
+def reload_and_check(
+    job: Job, policy: Policy, graph: Graph, processor: PromptProcessor, reporter: Reporter
+) -> dict[str, Any] | None:
+    """The checkpoint, loaded by transformers, against the graph it was folded from; None where a model whose blocks were
+    sharded does not fit whole. Releases the policy."""
+    needed = sum(tensor.numel for tensor in job.source.checkpoint.tensors.values()) * policy.dtype.itemsize
+    policy.release()
+    give_back_memory()
+    if policy.sharded is not None and needed > free_memory(job.device):
+        reporter.warn(
+            f"{job.out} was not loaded to check it: whole, it takes {needed / 2**30:.1f} GiB, and {job.device} has "
+            f"{free_memory(job.device) / 2**30:.1f}. `onptq verify {job.out}` does that where there is room"
         )
-        bar.advance(len(tried))
+        return None
+    inputs = [one.tensors for one in graph.tried]
+    verification, checks = verify_export(
+        job.out, job.source, processor, inputs, graph.logits, graph.dense, dtype=policy.dtype, device=job.device
+    )
     for one in checks:
         if not one.passed:
             reporter.warn(f"{one.name}: the checkpoint {one.seen}")

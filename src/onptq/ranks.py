@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onptq.errors import OnPTQError, RaisedElsewhereError
+from onptq.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,9 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    # What a rank does until all are here, and as it leaves.
+    waiting: list[Callable[[], None]] = field(default_factory=list, compare=False)
+    leaving: Callable[[], None] = field(default=lambda: None, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -44,6 +48,7 @@ class Ranks:
             return [value]
         import torch
 
+        self._wait()
         own = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
         sizes = [int(size) for size in self._all(torch.tensor([len(own)]))]
         messages = self._all(torch.nn.functional.pad(own, (0, max(sizes) - len(own))))
@@ -66,11 +71,16 @@ class Ranks:
             raise RaisedElsewhereError(message)
         return value if self.is_first else sent  # type: ignore[no-any-return, return-value]
 
-    def after_first(self, work: Callable[[], T]) -> T:
-        """`work()` on every rank, on the others once it has ended without an error on the first."""
+    def first_alone(self, work: Callable[[], T]) -> T | None:
+        """`work()` on the first rank, None on the others, which wait; an error of it ends all ranks."""
         done: list[T] = []
         self.lead(lambda: done.append(work()))
-        return done[0] if self.is_first else work()
+        return done[0] if done else None
+
+    def after_first(self, work: Callable[[], T]) -> T:
+        """`work()` on every rank, on the others once it has ended without an error on the first."""
+        done = self.first_alone(lambda: [work()])
+        return done[0] if done is not None else work()
 
     def meet(self) -> None:
         """Wait until all ranks are here."""
@@ -78,9 +88,11 @@ class Ranks:
 
     def leave(self) -> None:
         """End the group of the ranks: from here on each works alone."""
-        if self.size > 1:
-            import torch.distributed as dist
+        import torch.distributed as dist
 
+        self.waiting.clear()
+        self.leaving()
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
@@ -89,6 +101,7 @@ class Ranks:
             return
         import torch
 
+        self._wait()
         small: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel() < TOGETHER:
@@ -107,24 +120,34 @@ class Ranks:
         starts = range(self.rank * together, len(values), self.size * together)
         return [value for start in starts for value in values[start : start + together]]
 
+    def exchange(self, number: int) -> list[int]:
+        """The numbers of all ranks, which neither wait for anything else nor know what the others do."""
+        import torch
+
+        return [int(each) for each in self._all(torch.tensor([number]))]
+
+    def _wait(self) -> None:
+        for take_part in self.waiting:
+            take_part()
+
     def _all(self, tensor: Tensor) -> list[Tensor]:
         """A tensor of the host, of every rank."""
         import torch
         import torch.distributed as dist
 
         each = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self._explained():
+        with self.explained():
             dist.all_gather(each, tensor)
         return each
 
     def _sum(self, tensor: Tensor) -> None:
         import torch.distributed as dist
 
-        with self._explained():
+        with self.explained():
             dist.all_reduce(tensor)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """A context in which the loss of another process is an error that the first two ranks show: one of them is left."""
         try:
             yield
@@ -147,7 +170,10 @@ def join(device: str = "auto") -> Iterator[Ranks]:
     Where `device` is a GPU, each takes one of its own."""
     size = started()
     if size == 1:
-        yield ALONE
+        try:
+            yield ALONE
+        finally:
+            ALONE.leave()  # the group of one that sharding makes
         return
     import torch
     import torch.distributed as dist
@@ -161,8 +187,10 @@ def join(device: str = "auto") -> Iterator[Ranks]:
     # torchrun's store still has the addresses of groups and processes that have ended. Machines count restarts apart.
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ["GROUP_WORLD_SIZE"] == "1" else "0"
     store = PrefixStore(f"onptq/{attempt}/{next(JOINED)}", store)
+    heartbeat = Heartbeat(store, rank, size)
     dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size)
-    ranks = Ranks(rank, size)
+    heartbeat.start()
+    ranks = Ranks(rank, size, leaving=heartbeat.stop)
     yield ranks
     if dist.is_initialized():  # and not after an error: the others may be waiting for this rank
         ranks.leave()

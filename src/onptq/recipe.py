@@ -24,8 +24,8 @@ from pydantic import (
 )
 
 from onptq.errors import OnPTQError, did_you_mean
-from onptq.files import parse_yaml, read_yaml, to_yaml
 from onptq.overrides import Overrides, explain, override, with_implied
+from onptq.plain_yaml import parse_yaml, read_yaml, to_yaml
 from onptq.registry import LOSS_TERMS, METHODS, SELECTION_RULES, Registry
 from onptq.schemes import NAMED, Scheme
 
@@ -130,7 +130,12 @@ class DataConfig(Config):
 class FollowConfig(Config):
     """Follow: the quantized model's own rollouts."""
 
-    LATER: ClassVar[Mapping[str, Any]] = {"policy": "quantized", "sampling": "greedy", "responses": 1}
+    LATER: ClassVar[Mapping[str, Any]] = {
+        "policy": "quantized",
+        "sampling": "greedy",
+        "responses": 1,
+        "engine": "own",
+    }
 
     max_tokens: StrictInt = Field(default=128, ge=1, description="T: most response tokens per prompt")
     policy: Literal["quantized", "dense"] = Field(
@@ -141,12 +146,19 @@ class FollowConfig(Config):
         description="how tokens are chosen; model samples by temperature, top_k and top_p of its generation config",
     )
     responses: StrictInt = Field(default=1, ge=1, description="responses to each prompt; more than one wants sampling")
+    engine: Literal["own", "vllm"] = Field(
+        default="own", description="who writes the rollouts: this package, or vLLM with the kernels that will serve"
+    )
 
     @model_validator(mode="after")
     def _check_responses(self) -> Self:
         if self.responses > 1 and self.sampling == "greedy":
             raise ValueError(
                 "greedy responses to one prompt are all the same; more than one wants follow.sampling=model"
+            )
+        if self.engine == "vllm" and self.policy == "dense":
+            raise ValueError(
+                "vllm writes rollouts of the quantized model; those of the dense one want follow.engine=own"
             )
         return self
 
@@ -267,6 +279,8 @@ class CalibrateConfig(Config):
 class ComputeConfig(Config):
     """Compute: device, dtype and memory."""
 
+    LATER: ClassVar[Mapping[str, Any]] = {"shard": "auto"}
+
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="compute type; auto is float32 on a CPU and bfloat16 on a GPU"
@@ -278,6 +292,10 @@ class ComputeConfig(Config):
     integers: StrictBool = Field(
         default=True,
         description="on a GPU Q's rollouts multiply int8 codes where it rounds activations; false simulates",
+    )
+    shard: Literal["auto", "never", "always", "offload"] = Field(
+        default="auto",
+        description="split the decoder over the processes (FSDP2), or over their hosts; auto where it does not fit whole",
     )
 
 

@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from onptq.errors import OnPTQError
-from onptq.files import TEMPORARY, atomically, explained, file_sha256, plain, read_json, read_yaml, to_json, to_yaml
+from onptq.files import TEMPORARY, atomically, explained, file_sha256, plain, read_json, to_json
 from onptq.overrides import difference
+from onptq.plain_yaml import read_yaml, to_yaml
 from onptq.ranks import ALONE
 
 HOME = "onptq"  # inside the output folder: the files of a comparison, and of a quantization by contract 1
@@ -107,7 +108,8 @@ class Run:
                 temporary.write_text(to_yaml(record), encoding="utf-8")
         versions = plain(identity).get("versions") or {}
         self.log("open", resumed=self.resumed, versions=versions)
-        changed = difference(recorded.get("versions") or {}, versions) if recorded is not None else []
+        before = (recorded or {}).get("versions")
+        changed = difference(before, versions) if isinstance(before, Mapping) else []
         if changed:
             text = "this run was begun with other versions, so its end may differ: " + "; ".join(changed)
             self.log("warning", text=text)
@@ -127,6 +129,7 @@ class Run:
     def scratch(self, name: str) -> Path:
         """A folder for what does not fit into memory, which nobody else may read; it is gone when the run is closed or opened
         again."""
+        self.home.mkdir(parents=True, exist_ok=True)
         (self.home / SCRATCH).mkdir(mode=0o700, exist_ok=True)
         return self.home / SCRATCH / name
 
@@ -226,13 +229,20 @@ class Run:
                     sums.setdefault(found["name"], set()).add(found["digest"])
         return sums
 
+    def _is_file(self, name: str) -> bool:
+        """Whether a name that is in the sums is that of a file. Half a name may be a folder's, a damaged one nobody's."""
+        try:
+            return self.file(name).is_file()
+        except OSError:
+            return False
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Commit the summary, the run's last file, and leave the sums of the files that are there.
 
         Files of earlier processes that this one did not need must still be what they were."""
         self.wait()
         for name, sums in self._sums().items():
-            if name not in self._intact and self.file(name).is_file():  # half a name may be that of a folder
+            if name not in self._intact and self._is_file(name):
                 self._check(name, sums)
         self.write_json(summary, SUMMARY)
         files = sorted(str(path.relative_to(self.home)) for path in self.home.rglob("*") if path.is_file())
@@ -268,7 +278,7 @@ class Run:
         if log.exists():
             with log.open(encoding="utf-8", errors="replace") as file:
                 for line in file:
-                    with suppress(ValueError):
+                    with suppress(ValueError, RecursionError):
                         event = json.loads(line)
                         if isinstance(event, dict) and "event" in event:
                             yield event
@@ -279,8 +289,9 @@ class Run:
         for event in self.events():
             own = event.get("arm") == self._arm
             if own and event["event"] == "phase" and event.get("state") in ("end", "failed"):
-                phase = event["phase"]
-                seconds[phase] = round(seconds.get(phase, 0.0) + event["seconds"], 3)
+                phase, took = event.get("phase"), event.get("seconds")
+                if isinstance(phase, str) and isinstance(took, int | float):  # else the line was damaged
+                    seconds[phase] = round(seconds.get(phase, 0.0) + took, 3)
         return seconds
 
     def close(self) -> None:
@@ -399,8 +410,8 @@ def _record(folder: Path, home: Path) -> Mapping[str, Any] | None:
         there = read_yaml(record)
     except OnPTQError as error:
         raise OnPTQError(f"{error}; {record.name} says what the run is: restore it, or choose another --out") from error
-    if not isinstance(there, Mapping):
-        raise OnPTQError(f"cannot read {record}, which says what the run is: expected a mapping")
+    if not isinstance(there, Mapping) or not isinstance(there.get("versions") or {}, Mapping):
+        raise OnPTQError(f"cannot read {record}, which says what the run is: expected a mapping, and `versions` as one")
     contract = there.get("contract", 1)
     if not isinstance(contract, int) or contract > CONTRACT:
         raise OnPTQError(

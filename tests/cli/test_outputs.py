@@ -53,6 +53,9 @@ PROMPTS = {
     "input_ids": pa.list_(pa.int32()),
     "images": MEDIA,
     "audios": MEDIA,
+    "messages": pa.string(),
+    "task": pa.string(),
+    "reference": pa.string(),
 }
 TRAJECTORIES = {"prompt": pa.int32(), "response": pa.list_(pa.int32()), "finished": pa.bool_()}
 ROUND_FILES = ("trajectories.parquet", "bank.parquet", "theta.safetensors", "update.json")
@@ -117,7 +120,8 @@ def test_the_files_of_a_run_are_these_and_no_others(run: Path, model: Tiny) -> N
     }
     expected |= {f"{part}/{name}" for part in ("final", "rtn/final") for name in HELD_OUT_FILES}
     expected |= {f"final/{name}" for name in ("choice.json", "dense_trajectories.parquet", *DETAIL_FILES)}
-    expected |= {f"rounds/{k}/{name}" for k in range(ROUNDS) for name in (*ROUND_FILES, *HELD_OUT_FILES)}
+    of_round = (*ROUND_FILES, *HELD_OUT_FILES, "details.parquet")
+    expected |= {f"rounds/{k}/{name}" for k in range(ROUNDS) for name in of_round}
     home = run_home(run)
     assert home == run.with_name(f"{run.name}-run")
     assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == expected

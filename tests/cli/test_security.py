@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from test_bad_input import arguments, assert_refused, call, edit
 from typer.testing import CliRunner
 
-from onptq.cli import app
+from onptq.cli import _lacking, app
 from onptq.run import SCRATCH, Run, run_home
 
 INDEX = "model.safetensors.index.json"
@@ -139,7 +140,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "shards elsewhere": (elsewhere, (INDEX, "must name files beside it", "../secret.safetensors")),
     "a linear of 64 bits": (of_dtype(torch.float64), ("down_proj", "F64")),
     "a linear of integers": (of_dtype(torch.int32), ("down_proj", "I32")),
-    "a linear too many": (with_an_eighth, ("extra_proj", "none of its seven linears")),
+    "a linear too many": (with_an_eighth, ("extra_proj", "none of its linears to quantize")),
 }
 
 
@@ -198,7 +199,7 @@ def test_tensors_that_no_reader_opens_are_a_defect(name: str, model: Path, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "value", "expected"),
-    [("RLIMIT_NOFILE", 12, "too many open files"), ("RLIMIT_AS", None, "not enough memory")],
+    [("RLIMIT_NOFILE", 4, "oo many open files"), ("RLIMIT_AS", None, "not enough memory")],
 )
 def test_a_limit_of_the_shell_is_named_and_the_run_goes_on_without_it(
     limit: str, value: int | None, expected: str, small: Path, tmp_path: Path
@@ -219,6 +220,24 @@ main()
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert call(small, tmp_path / "out").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (RuntimeError("std::bad_alloc"), "memory"),
+        (MemoryError(), "memory"),
+        (OSError(errno.ENOMEM, "x"), "memory"),
+        (OSError(errno.EMFILE, "x"), "open files"),
+        (RuntimeError("I/O error: Too many open files (os error 24)"), "open files"),
+        (RuntimeError("shapes cannot be multiplied"), None),
+        (OSError(errno.ENOENT, "x"), None),
+    ],
+)
+def test_what_was_lacking_is_read_from_every_librarys_words(error: Exception, expected: str | None) -> None:
+    lacking = _lacking(error)
+    assert lacking is None if expected is None else expected in str(lacking)
 
 
 def test_what_waits_in_files_is_private(tmp_path: Path) -> None:

@@ -484,7 +484,7 @@ def test_an_update_interrupted_after_a_rollback_goes_on_with_the_same_bits(
 
 def test_a_rollback_needs_a_judge() -> None:
     with pytest.raises(OnPTQError, match=r"calibrate\.rollback goes by held-out prompts"):
-        CalibrateConfig(rollback=0.1, keep="last")
+        Recipe.preset("default", {"calibrate.rollback": 0.1, "calibrate.keep": "last"})
 
 
 def test_of_equal_iterates_the_first_is_returned(case: Case) -> None:

@@ -96,6 +96,34 @@ def test_absolute_paths_are_taken_as_they_are(folder: Path, tmp_path_factory: py
     assert load_manifest(path)[0].images[0].path == folder / "a.png"
 
 
+def test_media_can_be_confined_to_a_folder(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path_factory.mktemp("mine")
+    (place / "link.png").symlink_to(folder / "a.png")
+    (place / "own.png").write_bytes((folder / "a.png").read_bytes())
+    outside = [f"../{folder.name}/a.png", str(folder / "a.png"), (folder / "a.png").as_uri(), "link.png"]
+    names = [*outside, "own.png", str(place / "own.png"), "../mine0/own.png"]
+    path = write(place, *({"text": str(number), "image": name} for number, name in enumerate(names)))
+    assert len(load_manifest(path)) == len(names), "a manifest is its user's own words"
+    monkeypatch.setenv("ONPTQ_MEDIA_ROOT", str(place))
+    bad: list[str] = []
+    prompts = load_manifest(path, bad=bad)
+    assert [prompt.messages[0]["content"][-1]["text"] for prompt in prompts] == ["4", "5", "6"]
+    assert len(bad) == len(outside)
+    assert all("to which ONPTQ_MEDIA_ROOT confines media" in why for why in bad)
+
+
+def test_a_row_group_that_would_fill_the_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "prompts.parquet"
+    rows = [{"id": str(n), "text": "x", "image": picture(n)} for n in range(9)]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    monkeypatch.setattr("onptq.data.manifest.MAX_GROUP", 1000)
+    assert "row group 1 takes" in refused(path)
+    monkeypatch.setattr("onptq.data.manifest.MAX_GROUP", path.stat().st_size * 2)
+    assert len(load_manifest(path)) == 9
+
+
 @pytest.mark.parametrize("as_struct", [False, True])
 def test_parquet_may_embed_media(folder: Path, as_struct: bool) -> None:
     data = picture(3)

@@ -47,7 +47,7 @@ WORDS = (  # that readers of text stumble over
     *(b'"<|im_end|>"', b"1.0", b'"F64"', b"~", b"- ", b'"text"', b'"image"', b"\xe2\x80\xae", b'"a" ' * 200),
 )
 NUMBERS = (0, 1, 2, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1)
-VALUES = (  # that stand for another one in JSON
+VALUES: tuple[Any, ...] = (  # that stand for another one in JSON
     *(
         None,
         True,

@@ -205,7 +205,10 @@ def read_override(data: bytes, folder: Path) -> None:
     text = data.decode(errors="surrogateescape")
     name, value = parse_override(text)
     Recipe.preset("default", {name: value})
-    Scheme.parse(str(value))
+
+
+def read_scheme(data: bytes, folder: Path) -> None:
+    Scheme.parse(data.decode(errors="surrogateescape"))
 
 
 def read_record(data: bytes, folder: Path) -> None:
@@ -221,6 +224,12 @@ def read_of_run(name: str, read: Callable[[Path], object], data: bytes, folder: 
     with Run.open(folder / "out", IDENTITY) as run:
         run.file(name).write_bytes(data)
         run.read(name, read)
+
+
+def sums() -> bytes:
+    with tempfile.TemporaryDirectory() as folder, Run.open(Path(folder) / "out", IDENTITY) as run:
+        run.write_json({"a": 1}, "a.json")
+        return run.file(SUMS).read_bytes()
 
 
 def read_sums(data: bytes, folder: Path) -> None:
@@ -290,9 +299,10 @@ READERS: Mapping[str, Reader] = {
     "chat template": of_model("chat_template.jinja"),
     "recipe": Reader(lambda: Recipe().to_yaml(comments=True).encode(), read_recipe),
     "override": Reader(lambda: b"branch.horizon=8", read_override),
+    "scheme": Reader(lambda: b"W4A16-g128-asym", read_scheme),
     "run record": Reader(record, read_record),
     "run log": Reader(lambda: EVENTS, read_events),
-    "SHA256SUMS": Reader(lambda: f"{'0' * 64}  a.json\n{'1' * 64}  {RECORD}\n".encode(), read_sums),
+    "SHA256SUMS": Reader(sums, read_sums),
     "bank": Reader(bank_bytes, partial(read_of_run, "bank.parquet", States.read)),
     "public bank": Reader(bank_bytes, partial(read_public, load_bank)),
     "trajectories": Reader(rollout_bytes, partial(read_of_run, "t.parquet", read_trajectories)),

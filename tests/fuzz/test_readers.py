@@ -12,7 +12,14 @@ from mutations import KINDS, MOST, Mutation, mutated
 from readers import READERS, readable
 
 EXAMPLES = 60
-SLOW = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json", "chat template", "config.json")
+SLOW = (
+    "safetensors",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "preprocessor_config.json",
+    "chat template",
+    "config.json",
+)
 
 MUTATIONS = st.lists(
     st.builds(Mutation, st.sampled_from(KINDS), st.floats(0, 1, exclude_max=True), st.integers(0, 2**32 - 1)),

@@ -99,6 +99,7 @@ def test_a_recorded_step_would_find_the_states_where_they_were(scenery: Scene, m
         )
 
 
+@pytest.mark.slow
 def test_every_fork_is_the_naive_one_and_leaves_nothing_behind(scenery: Scene) -> None:
     with without_ties():
         prefixes = prefixes_of(scenery)

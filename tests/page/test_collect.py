@@ -77,18 +77,13 @@ def page(compared: Path) -> Page:
     return collect(compared)
 
 
+CYCLE = {"scheme": "W3A8", "init": "rtn", "rounds": 2, "calibrate.epochs": 1, "calibrate.batch": 2}
+
+
 @pytest.fixture(scope="module")
 def ran(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ran") / "out"
-    changes = {
-        "scheme": "W3A8",
-        "init": "rtn",
-        "rounds": 2,
-        "calibrate.epochs": 1,
-        "calibrate.batch": 2,
-        "calibrate.hidden": 1.0,
-    }
-    recipe = RECIPE.with_overrides({**changes, "data.prompts": 4, "data.holdout": 2})
+    recipe = RECIPE.with_overrides({**CYCLE, "data.prompts": 4, "data.holdout": 2, "calibrate.pair": 0.1})
     onptq.quantize(small, out, calibration=known(small), recipe=recipe, verify=False)
     return out
 
@@ -265,6 +260,11 @@ def test_the_page_of_a_run_shows_held_out_prompts_and_rounds(ran: Path, small: P
     held_out = [one for one, role in zip(page.prompts, roles, strict=True) if role == "holdout"]
     assert (len(page.prompts), len(held_out)) == (6, 2)
     names = [one.name for one in page.candidates]
+    assert page.dense_bytes == sum(file.stat().st_size for file in small.glob("*.safetensors"))
+    sizes = {one.name: one.size_bytes for one in page.candidates}
+    whole = sum(file.stat().st_size for file in ran.glob("*.safetensors"))
+    assert {size for name, size in sizes.items() if not name.startswith("round ")} == {whole}
+    assert {"seconds", "peak"} <= page.candidates[0].figures.keys()
     assert names[0] == "result"
     assert {"rtn", "round 1", "round 2"} <= set(names)
     answered = {one.name: [r is not None for r in one.responses] for one in page.candidates}
@@ -317,6 +317,26 @@ def test_a_round_shows_weight_likeliest_tokens_and_both_futures_of_its_critical_
         reach = int(bank.horizon[row])
         assert sum(futures.apart[:reach]) / max(reach, 1) == pytest.approx(float(bank.consequence[row]), abs=1e-6)
         assert states.weight[at] == bank.weight[row] > 0
+
+
+def test_futures_are_kept_where_the_update_does_not_depend_on_them(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    few = {"rounds": 1, "data.prompts": 2, "data.holdout": 1, "branch.policy": "dense"}
+    recipe = RECIPE.with_overrides({**CYCLE, **few, "calibrate.pair": 0.0, "calibrate.hidden": 0.0})
+    assert not recipe.branches
+    onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe, verify=False)
+    [first] = [one for one in gather([find(out)]).candidates if one.name == "round 1"]
+    states = [one.states for one in first.responses if one is not None and one.states is not None]
+    looked = [
+        (one.kind[at], one.futures[at], one.consequence[at])
+        for one in states
+        for at in range(len(one.kind))
+        if one.critical[at]
+    ]
+    assert any(kind for kind, _, _ in looked)
+    for kind, futures, consequence in looked:
+        assert (futures is None) == (consequence is None) == (kind == 0)
+        assert futures is None or futures.continued_by == "D"
 
 
 def test_the_critical_states_that_weigh_most_are_kept() -> None:
@@ -448,6 +468,7 @@ def test_the_verdict_counts_answers() -> None:
     assert ") are worded differently, 2 (" in counted
     assert ") change clearly, not at a near tie, 2 (" in counted
     assert counted.endswith(") say something else.")
+    assert verdict(responses("reworded", "reworded"), None, random()).endswith("differently, none of them clearly.")
     assert verdict(responses("same", "same"), None, random()) == "All 2 answers are worded as before."
     assert verdict([], None, random()) == "Nothing was answered."
 

@@ -10,91 +10,32 @@ import socket
 import threading
 import time
 import wave
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from web_server import Answering, FakeServer, Serve
 
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
-from onptq.page import chat_server
-from onptq.page.chat_server import ChatServer, chat_messages
+from onptq.page.chat_server import ChatServer
 from onptq.page.contract import Candidate, Page, Response, States
 from onptq.page.endpoint_states import divergences
 from onptq.page.endpoints import Endpoint, compare_endpoints, is_endpoint
 from onptq.page.write import to_bytes
+from onptq.serving import client
+from onptq.serving.messages import chat_messages
 
 Top = Mapping[str, float]  # probabilities
 Step = tuple[str, Top]  # the token of an answer and the likeliest in its place
-Answering = Callable[[str, dict[str, Any]], tuple[int, Any]]
 KEY = "sk-secret-123"
-
-
-class FakeServer:
-    """A web server on loopback that answers by a function of path and body, and remembers what it was asked."""
-
-    def __init__(self, answering: Answering) -> None:
-        self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
-        remembered = self.asked
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._reply({})
-
-            def do_POST(self) -> None:
-                self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def _reply(self, body: dict[str, Any]) -> None:
-                remembered.append((self.path, body, dict(self.headers)))
-                status, content = answering(self.path, body)
-                data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                try:
-                    self.send_response(status)
-                    if status == 302:
-                        self.send_header("Location", "http://127.0.0.1:9/elsewhere")
-                    self.send_header("Content-Length", str(len(data)))
-                    self.end_headers()
-                    self.wfile.write(data)
-                except OSError:  # it did not wait
-                    pass
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-Serve = Callable[[Answering], FakeServer]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    servers: list[FakeServer] = []
-
-    def start(answering: Answering) -> FakeServer:
-        servers.append(FakeServer(answering))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_server, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
 
 
 def vllm(steps: Mapping[str, Sequence[Step]], finish: str = "stop", end: str | None = "<|im_end|>") -> Answering:

@@ -116,9 +116,9 @@ def test_a_manifest_is_counted(small: Path, tmp_path: Path) -> None:
 def test_a_model_of_the_zoo_is_planned_with_its_own_calibration_set() -> None:
     result = run("zoo:qwen2.5-vl", "--gpu", "h200", "--json")
     record = json.loads(result.stdout)
-    assert (record["work"]["prompts"], record["work"]["holdout"]) == (48, 24), "the preset zoo"
+    assert (record["work"]["prompts"], record["work"]["holdout"]) == (48, 64), "the preset zoo"
     assert 16 < record["work"]["prompt_tokens"] <= record["work"]["longest_prompt"] < 100
-    assert "48 prompts calibrate and 24 are held out, of 72 (" in record["assumptions"][0]
+    assert "48 prompts calibrate and 64 are held out, of 112 (" in record["assumptions"][0]
     longer = json.loads(run("zoo:qwen2.5-vl", "--gpu", "h200", "--prompt-tokens", 300, "--json").stdout)
     assert longer["work"]["prompt_tokens"] == 300
     assert longer["work"]["longest_prompt"] is None

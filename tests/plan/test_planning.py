@@ -24,6 +24,7 @@ from onptq.plan.machine import machine_with
 from onptq.plan.planning import Plan, make_plan
 from onptq.recipe import ComputeConfig, Recipe
 from onptq.run import run_home
+from onptq.serving.vllm import Vllm
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_a_plan_that_fits_says_so_first_with_memory_and_time(seven: Path) -> Non
 def test_a_model_that_does_not_fit_is_refused_with_the_changes_that_make_it_fit(
     seven: Path, preset: str, gib: float, changes: set[str]
 ) -> None:
-    recipe = Recipe.preset(preset, {"scheme": "W4A8"})
+    recipe = Recipe.preset(preset, {"scheme": "W4A8", "compute.shard": "never"})
     (reason,) = make_plan(seven, recipe, machine=machine(gib)).refusals
     assert f" GiB of GPU memory and {gib:.1f} GiB is free: " in reason
     named = reason.partition("; it fits with ")[2].split(" --set ")
@@ -89,7 +90,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_changes_that_make_it_fit(
 
 
 def test_nothing_is_suggested_where_the_weights_alone_do_not_fit(seven: Path) -> None:
-    (reason,) = make_plan(seven, complete(), machine=machine(14)).refusals
+    (reason,) = make_plan(seven, complete(**{"compute.shard": "never"}), machine=machine(14)).refusals
     assert "weights 15.4 GiB" in reason
     assert "--set" not in reason
 
@@ -151,15 +152,51 @@ def test_gpus_that_have_to_wait_are_worth_a_warning(seven: Path) -> None:
     assert not make_plan(seven, complete().with_overrides(changes), machine=many).warnings
 
 
-def test_a_model_larger_than_one_gpu_is_refused_however_many_there_are(
-    tiny: Callable[[str], Tiny], tmp_path: Path
-) -> None:
+def test_a_model_larger_than_one_gpu_is_split_over_several(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
     large = write_sparse(tmp_path, "qwen2.5-vl-72b", tiny("qwen2.5-vl").folder)
-    plan = make_plan(large, complete(), machine=machine_with(None, ComputeConfig(), 80, 8))
-    (reason,) = plan.refusals
+    eight, few = machine_with(None, ComputeConfig(), 80, 8), {"init": "search", "calibrate.codes": "free"}
+    plan = make_plan(large, complete(**few, **{"compute.shard": "never"}), machine=eight)
     assert plan.strategy is None
-    assert " of GPU memory on each of 8 GPUs and 79.2 GiB is free: weights 136.7 GiB" in reason
-    assert reason.endswith("; every GPU has to hold the whole model, so more of them do not help")
+    assert " of GPU memory on each of 8 GPUs and 79.2 GiB is free: weights 136.7 GiB" in plan.refusals[0]
+    assert plan.refusals[0].endswith("; that is with the blocks on every GPU")
+    (reason,) = make_plan(large, complete(), machine=eight).refusals
+    assert "theta's codes 65.4 GiB" in reason
+    assert reason.endswith("; it fits with --set init=search --set calibrate.codes=free")
+    plan = make_plan(large, complete(**few), machine=eight)
+    assert plan.strategy == "sharded"
+    assert "on each of 8 a100-80g (sharded); takes about " in plan.verdict
+    assert any(
+        text.startswith("sharded: the blocks of the decoder are split over the GPUs") for text in plan.assumptions
+    )
+    assert plan.parts is not None
+    block, linears = 2 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 29568), plan.parts.shapes.linears
+    assert linears == 80 * block // 2
+    for phase in plan.phases:
+        assert phase.gpu["gathered blocks"] == 2 * block
+        assert 80 * block // 8 < phase.gpu["weights"] < 80 * block // 8 + 6 * 2**30, "and embeddings, head and tower"
+        if phase.name not in ("Load", "Verify"):
+            assert "weights" not in phase.host
+    assert plan.phases[0].host["weights"] == 2 * plan.parts.shapes.loaded, "pages that processes share"
+
+
+def test_one_gpu_that_is_too_small_has_the_blocks_on_its_host(seven: Path) -> None:
+    """Where other settings fit whole they are named: gathering takes time."""
+    recipe = Recipe.preset("light", {"scheme": "W4A8"})
+    plan = make_plan(seven, recipe, machine=machine(23))
+    assert plan.strategy == plan.to_json()["strategy"] == "offloaded"
+    assert all(phase.host["blocks"] == 2 * plan.parts.shapes.linears for phase in plan.phases if plan.parts)
+    assert any(
+        text
+        == "with --set calibrate.micro_batch=1 --set calibrate.codes=free the model fits whole on every GPU, which is faster"
+        for text in plan.warnings
+    )
+    whole = {"calibrate.micro_batch": 1, "calibrate.codes": "free"}
+    faster = make_plan(seven, recipe.with_overrides(whole), machine=machine(23))
+    assert faster.strategy == "one GPU"
+    assert faster.seconds < plan.seconds
+    named = make_plan(seven, recipe.with_overrides(whole | {"compute.shard": "offload"}), machine=machine(23))
+    assert named.strategy == "offloaded"
+    assert not any("which is faster" in text for text in named.warnings)
 
 
 def test_groups_that_do_not_divide_are_refused_by_name(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
@@ -183,6 +220,19 @@ def test_a_checkpoint_without_a_decoder_is_refused(tmp_path: Path) -> None:
 
 def test_a_scheme_that_leaves_the_weights_alone_is_refused(small: Path) -> None:
     assert "nothing to write" in refused(small, complete("W16A8"))
+
+
+def test_a_server_that_writes_the_rollouts_is_planned_for_or_refused(small: Path) -> None:
+    served, own = (
+        make_plan(small, complete(**{"follow.engine": engine}), machine=BIG_GPU) for engine in ("vllm", "own")
+    )
+    assert not served.refusals
+    assert any("Follow is that of OnPTQ's own rollouts" in text for text in served.assumptions)
+    assert served.parts is not None
+    assert served.run_bytes == (own.run_bytes or 0) + served.parts.output_bytes
+    assert "W4A6 is for simulation" in refused(small, complete("W4A6", **{"follow.engine": "vllm"}))
+    (reason,) = make_plan(small, complete(**{"follow.engine": "vllm"}), vllm=Vllm(python=Path("/nowhere"))).refusals
+    assert "--vllm-python /nowhere cannot be run" in reason
 
 
 def test_a_model_without_a_tokenizer_is_refused(broken: Path) -> None:

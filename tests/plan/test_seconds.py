@@ -57,7 +57,7 @@ def test_more_work_takes_longer_where_it_is_done(seven: Path, change: dict[str, 
 
 def test_a_data_sheet_gives_integers_their_own_rate_and_learning_three_gemms(seven: Path) -> None:
     shapes = find_parts(find_source(seven), Scheme.parse("W4A8")).shapes
-    gpu = Gpu("a GPU", 80, bf16=1000, int8=1600, bandwidth=2000)
+    gpu = Gpu("a GPU", 80, bf16=1000, int8=1600, bandwidth=2000, link=400)
     shares: dict[Held, float] = {"integers": 0.625, "floats": 1.0, "codes": 1.0, "nothing": 1.0}
     for keep, share in shares.items():
         rates = datasheet_rates(gpu, shapes, keep)
@@ -66,6 +66,21 @@ def test_a_data_sheet_gives_integers_their_own_rate_and_learning_three_gemms(sev
             assert pace.token == pytest.approx(share * rates.dense.token)
         assert rates.learning.token == pytest.approx(3 * rates.dense.token)
         assert rates.decoding.forward < rates.quantized.forward
+
+
+def test_blocks_that_are_split_are_gathered_once_in_a_forward_and_twice_in_an_update(seven: Path) -> None:
+    shapes = find_parts(find_source(seven), Scheme.parse("W4A8")).shapes
+    gpu = Gpu("a GPU", 80, bf16=1000, int8=1600, bandwidth=2000, link=400)
+    whole, sharded, offloaded = (
+        datasheet_rates(gpu, shapes, "nothing", layout, 4) for layout in ("whole", "sharded", "offloaded")
+    )
+    received = 2 * shapes.block * 0.75 / 200e9  # three parts of four, at half of the data sheet's rate
+    for rates, gathered in ((sharded, received), (offloaded, received + 2 * shapes.block / 4 / 25e9)):
+        assert rates.dense.forward - whole.dense.forward == pytest.approx(gathered)
+        assert rates.quantized.forward - whole.quantized.forward == pytest.approx(gathered)
+        assert rates.learning.forward - whole.learning.forward == pytest.approx(2 * gathered)
+        assert rates.rounding == whole.rounding, "a base method keeps its block whole"
+        assert rates.decoding.forward - whole.decoding.forward > gathered, "and no step is replayed"
 
 
 def test_branches_cost_as_many_tokens_as_they_have(seven: Path) -> None:

@@ -27,10 +27,11 @@ import pytest
 from onptq.checkpoint.source import find_source
 from onptq.errors import OnPTQError
 from onptq.models import FAMILIES
+from onptq.serving.client import CHAT
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 RECORDED = Path(__file__).with_name("vllm_replies.json")
-MODULES = ("run", "cases", "environment", "questions", "reference", "server")
+MODULES = ("run", "cases", "environment", "policy", "questions", "reference", "server")
 
 # A server with recorded replies, started like vLLM, with a child process like vLLM's workers.
 RECORDED_SERVER = """
@@ -144,7 +145,7 @@ def test_requests_have_the_image_and_the_audio_byte_for_byte(clients: SimpleName
     ]
     assert audio_part["format"] == "wav"
     assert base64.b64decode(audio_part["data"]) == audio.prompt.audios[0].read()
-    assert all(part["type"] == "text" for part in clients.questions.messages(text.prompt)[0]["content"])
+    assert clients.questions.free_request(text)["messages"][0]["content"] == clients.questions.TEXT
 
 
 def test_the_forced_request_ends_with_the_answer(clients: SimpleNamespace) -> None:
@@ -258,11 +259,11 @@ def test_kernels_are_read_from_the_log(clients: SimpleNamespace) -> None:
 
 def test_a_server_answers_in_its_context_and_ends_with_it(clients: SimpleNamespace, tmp_path: Path) -> None:
     with started(clients, tmp_path, recorded_server(tmp_path)) as server:
-        assert server.post("/v1/chat/completions", {"messages": []})["model"] == "onptq"
+        assert server.client.post(CHAT, {"messages": []})["model"] == "onptq"
         assert not gone(worker(tmp_path), 0.2)
     assert gone(worker(tmp_path))
-    with pytest.raises(clients.server.ServerError, match="does not answer"):
-        server.post("/v1/chat/completions", {})
+    with pytest.raises(OnPTQError, match="cannot reach"):
+        server.client.post(CHAT, {})
 
 
 def test_a_server_ends_with_an_exception(clients: SimpleNamespace, tmp_path: Path) -> None:

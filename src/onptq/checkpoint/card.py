@@ -19,9 +19,9 @@ from onptq.checkpoint.provenance import (
 )
 from onptq.checkpoint.serving import VLLM, recommended, serve_command, serving
 from onptq.errors import OnPTQError
-from onptq.files import to_yaml
 from onptq.models import family_of
 from onptq.models.family import Family
+from onptq.plain_yaml import to_yaml
 from onptq.schemes import Floats, Grid, Scheme
 from onptq.version import __version__
 

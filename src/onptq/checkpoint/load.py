@@ -23,7 +23,9 @@ from onptq.errors import OnPTQError
 from onptq.models.experts import linearize, linearized
 from onptq.models.family import Family
 from onptq.models.language_model import LanguageModel
+from onptq.models.sharding import Layout
 from onptq.quantizer.policy import Policy
+from onptq.ranks import ALONE, Ranks
 from onptq.schemes import Scheme
 
 TENSOR_SCALE = "_global_scale"  # end of the name of what stays in float32
@@ -86,13 +88,21 @@ def load_policy(
     *,
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = "auto",
+    layout: Layout = "whole",
+    ranks: Ranks = ALONE,
 ) -> Policy:
-    """A dense checkpoint as D and Q in one, not yet given a theta."""
+    """A dense checkpoint as D and Q in one, not yet given a theta.
+
+    Where its blocks are not to be whole, each goes from the pages of the files to the parts of the ranks: no device has all of
+    them at any time."""
     source = model if isinstance(model, Source) else find_source(model)
     scheme = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
     device = choose_device(device) if isinstance(device, str) else device
     dtype = choose_dtype(dtype, device) if isinstance(dtype, str) else dtype
-    policy = Policy(load_model(source, dtype, device), scheme, storage=source.storage(), eos=source.eos())
+    loaded = load_model(source, dtype, device if layout == "whole" else "cpu")
+    policy = Policy(loaded, scheme, storage=source.storage(), eos=source.eos())
+    if layout != "whole":
+        policy.shard(ranks, device, offloaded=layout == "offloaded")
     _check_groups(policy)
     return policy
 

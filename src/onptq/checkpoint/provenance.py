@@ -15,7 +15,7 @@ from onptq.data.calibration import Prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.files import YAML_LIMIT, parse_yaml
+from onptq.plain_yaml import YAML_LIMIT, parse_yaml
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

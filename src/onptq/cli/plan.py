@@ -10,14 +10,18 @@ import typer
 
 from onptq.cli.settings import (
     DEVICE_HELP,
+    ENDPOINT_HELP,
     INIT_HELP,
     METHOD_HELP,
     ON_BAD_PROMPT_HELP,
     PRESET_DEFAULT,
     PRESET_HELP,
     SCHEME_HELP,
+    VLLM_PYTHON_DEFAULT,
+    VLLM_PYTHON_HELP,
     ZOO,
     resolve_recipe,
+    resolve_vllm,
     use_one_thread,
 )
 from onptq.errors import OnPTQError, printable
@@ -94,6 +98,10 @@ def plan(
     ] = None,
     init: Annotated[str | None, typer.Option(help=INIT_HELP, show_default="the preset's")] = None,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    policy_endpoint: Annotated[str | None, typer.Option(metavar="URL", help=ENDPOINT_HELP)] = None,
+    vllm_python: Annotated[
+        Path | None, typer.Option(metavar="PATH", help=VLLM_PYTHON_HELP, show_default=VLLM_PYTHON_DEFAULT)
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the verdict.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, every term of every phase.")] = False,
 ) -> None:
@@ -109,10 +117,12 @@ def plan(
         preset = "zoo" if preset is None and recipe is None else preset
     options = {"scheme": scheme, "method": method, "init": init, "compute.device": device}
     resolved = resolve_recipe(preset, recipe, options, changes or [])
+    server = resolve_vllm(resolved, policy_endpoint, vllm_python)
     from rich.console import Console
 
     from onptq.plan.machine import machine_with
     from onptq.plan.planning import make_plan
+    from onptq.serving.vllm import Vllm
 
     there = None if gpu is None and gpu_memory is None else machine_with(gpu, resolved.compute, gpu_memory, gpus)
     prompts: Path | list[Prompt] | None = calibration
@@ -131,6 +141,7 @@ def plan(
             out=out,
             machine=there,
             gpus=gpus,
+            vllm=Vllm.given(server["policy_endpoint"], server["vllm_python"]),
         )
     if json:
         typer.echo(json_format.dumps(result.to_json(), indent=2))

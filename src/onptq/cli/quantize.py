@@ -14,15 +14,20 @@ from onptq.cli.result import overview, print_comparison, print_examples, print_n
 from onptq.cli.settings import (
     DEVICE_HELP,
     EMBEDDED_HELP,
+    ENDPOINT_HELP,
     INIT_HELP,
     METHOD_HELP,
     ON_BAD_PROMPT_HELP,
     PRESET_DEFAULT,
     PRESET_HELP,
     SCHEME_HELP,
+    VLLM_ARGS_HELP,
+    VLLM_PYTHON_DEFAULT,
+    VLLM_PYTHON_HELP,
     ZOO,
     make_reporter,
     resolve_recipe,
+    resolve_vllm,
     short_name,
     use_one_thread,
 )
@@ -78,6 +83,11 @@ def quantize(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all that is random.")] = None,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    policy_endpoint: Annotated[str | None, typer.Option(metavar="URL", help=ENDPOINT_HELP)] = None,
+    vllm_python: Annotated[
+        Path | None, typer.Option(metavar="PATH", help=VLLM_PYTHON_HELP, show_default=VLLM_PYTHON_DEFAULT)
+    ] = None,
+    vllm_args: Annotated[str | None, typer.Option(metavar="OPTIONS", help=VLLM_ARGS_HELP)] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Reload the checkpoint and compare it.")] = True,
     evaluate: Annotated[
         bool | None,
@@ -103,6 +113,7 @@ def quantize(
         preset = "zoo"
     options = {"scheme": scheme, "method": method, "init": init, "seed": seed, "compute.device": device}
     resolved = resolve_recipe(preset, recipe, options, changes or [])
+    server = resolve_vllm(resolved, policy_endpoint, vllm_python, vllm_args)
     reporter = make_reporter(quiet, json)
     if of_the_zoo:
         use_one_thread()
@@ -138,6 +149,7 @@ def quantize(
         verify=verify,
         detail=resolved.report.detail,
         held_out_detail=OFF if evaluated else None,  # an evaluation keeps its own
+        **server,
     )
     if not is_first():
         return

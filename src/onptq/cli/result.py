@@ -52,6 +52,7 @@ def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str
     rounds = [_best_step(figures) for figures in summary.get("rounds") or () if "best_step" in figures]
     if rounds:
         yield "best theta", ", ".join(f"round {k}: {which}" for k, which in enumerate(rounds, 1))
+    yield from _server_choices(summary.get("rounds") or ())
     steps: dict[str, float] = {}
     for phase, seconds in _mapping(summary.get("seconds")).items():
         step = phase.split()[0]  # "Follow 1" and "Follow 2" are both Follow
@@ -64,6 +65,15 @@ def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str
         yield "weights", f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
     yield "checkpoint", str(path)
     yield "run files", f"{run_home(path)} (hold the prompts: do not upload them)"
+
+
+def _server_choices(rounds: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Of rounds whose rollouts a server wrote: how often it chose another token than Q."""
+    from onptq.cycle.disagreements import sentence
+
+    for k, figures in enumerate(rounds, 1):
+        if "server_clear" in figures:
+            yield f"vLLM's choices{f', round {k}' if len(rounds) > 1 else ''}", sentence(figures)
 
 
 def print_comparison(report: Report, out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,10 @@ PRESET_DEFAULT = "zoo for models of the zoo, else default"
 ON_BAD_PROMPT_HELP = "Stop at prompts that cannot be used, or leave them out and say which."
 EMBEDDED_HELP = "; named models bring their own: zoo:mix of all tasks, or zoo:captions."
 DEVICE_HELP = "auto, cpu, cuda or cuda:N."
+ENDPOINT_HELP = "With follow.engine=vllm: a server that writes the rollouts, e.g. http://localhost:8000/v1."
+VLLM_PYTHON_HELP = "With follow.engine=vllm: the Python whose vLLM is started to write the rollouts."
+VLLM_PYTHON_DEFAULT = "ONPTQ_VLLM_PYTHON, else this one"
+VLLM_ARGS_HELP = "Further options of the server that is started, e.g. '--tensor-parallel-size 2'."
 INIT_HELP = "The base method that calibration starts from: `onptq list methods`."
 
 
@@ -42,6 +47,23 @@ def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, 
     if preset is not None:
         raise OnPTQError("expected one of --preset and --recipe, got both")
     return Recipe.from_yaml(file, overrides)
+
+
+def resolve_vllm(
+    recipe: Recipe, endpoint: str | None, python: Path | None, arguments: str | None = None
+) -> dict[str, Any]:
+    """The arguments of `onptq.quantize` for the server that writes the rollouts."""
+    given = {"--policy-endpoint": endpoint, "--vllm-python": python, "--vllm-args": arguments}
+    used = [name for name, value in given.items() if value is not None]
+    if used and recipe.follow.engine == "own":
+        raise OnPTQError(f"{used[0]} is for --set follow.engine=vllm; this recipe has follow.engine=own")
+    if endpoint is not None and python is not None:
+        raise OnPTQError("expected one of --policy-endpoint and --vllm-python, got both")
+    try:
+        split = shlex.split(arguments or "")
+    except ValueError as error:
+        raise OnPTQError(f"--vllm-args {arguments!r} cannot be split into options: {error}") from None
+    return {"policy_endpoint": endpoint, "vllm_python": python, "vllm_args": split}
 
 
 def make_reporter(quiet: bool, json: bool) -> Reporter:

@@ -210,7 +210,14 @@ def _accumulate(
     for start in range(0, len(items), size):
         with torch.enable_grad():
             chunk = items[start : start + size]
-            terms = measure(policy, chunk, targets, energy, added=cfg.terms, checkpointed=cfg.checkpointing)
+            terms = measure(
+                policy,
+                chunk,
+                targets,
+                energy,
+                added=cfg.terms,
+                checkpointed=cfg.checkpointing or policy.sharded is not None,
+            )
             loss = scale * objective(terms, cfg)
         with policy.speaking("Q"):  # checkpointed blocks run again inside backward
             loss.backward()

@@ -14,11 +14,14 @@ from onptq.bank import MISMATCH, NEAR_MISS, States, Trajectory, read_trajectorie
 from onptq.cycle.branch import Seen, branch
 from onptq.cycle.calibrate import Holdout, Progress, calibrate, order_seed
 from onptq.cycle.compare import compare
+from onptq.cycle.disagreements import CLEAR_SHARE, Disagreements, disagreements, sentence
 from onptq.cycle.follow import follow
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.risk import score, select
+from onptq.cycle.served import ServedPolicy
 from onptq.engine.prefixes import Prefixes
 from onptq.engine.sampling import Sampling
+from onptq.errors import OnPTQError
 from onptq.models.language_model import Side
 from onptq.progress import Reporter
 from onptq.quantizer.theta import Theta
@@ -33,6 +36,8 @@ UPDATE = "update.json"  # how many steps an update took, and which iterate it ke
 T = TypeVar("T")
 TRAJECTORIES = Codec(write_trajectories, read_trajectories)
 STATES = Codec(States.write, States.read)
+DISAGREEMENTS = Codec(Disagreements.write, Disagreements.read)
+DISAGREED = "disagreements.parquet"  # of a round whose rollouts a server wrote
 
 
 class Keeper(Protocol):
@@ -49,9 +54,16 @@ class Cycle:
     """One run of the cycle. Every step is read back if an earlier process finished it, and computed otherwise."""
 
     def __init__(
-        self, inputs: Inputs, recipe: Recipe, run: Run, reporter: Reporter, keeper: Keeper | None = None
+        self,
+        inputs: Inputs,
+        recipe: Recipe,
+        run: Run,
+        reporter: Reporter,
+        keeper: Keeper | None = None,
+        served: ServedPolicy | None = None,
     ) -> None:
-        self.inputs, self.recipe, self.run, self.reporter = inputs, recipe, run, reporter
+        """`served` writes the rollouts where the recipe wants a server to."""
+        self.inputs, self.recipe, self.run, self.reporter, self.served = inputs, recipe, run, reporter, served
         self.policy, self.prefixes, self.keeper = inputs.policy, inputs.prefixes, keeper
 
     @property
@@ -87,8 +99,23 @@ class Cycle:
         cfg, sampling = self.recipe.follow, None
         if cfg.sampling == "model":
             sampling = Sampling.of(self.inputs.generation, order_seed(self.recipe.seed, k))
+        if cfg.engine == "vllm":
+            return self.follow_served(k, sampling)
         side: Side = "Q" if cfg.policy == "quantized" else "D"
         return self.follow(f"rounds/{k}/trajectories.parquet", f"Follow {k + 1}", self.prefixes, side, sampling)
+
+    def follow_served(self, k: int, sampling: Sampling | None) -> list[Trajectory]:
+        """The round's responses, written by a server of the present Q."""
+
+        def compute() -> list[Trajectory]:
+            if self.served is None:
+                raise OnPTQError(
+                    "follow.engine=vllm is for `onptq quantize`; a comparison builds its candidates with follow.engine=own"
+                )
+            with self.reporter.phase(f"Follow {k + 1}", total=len(self.inputs.prompts), unit="prompts") as bar:
+                return self.served.follow(self.inputs, self.run, f"rounds/{k}", sampling, self.reporter, bar.advance)
+
+        return self.run.step(f"rounds/{k}/trajectories.parquet", TRAJECTORIES, compute)
 
     def follow(
         self, name: str, label: str, prefixes: Prefixes, side: Side = "Q", sampling: Sampling | None = None
@@ -128,11 +155,35 @@ class Cycle:
 
         states = self.run.step(f"rounds/{k}/bank.parquet", STATES, compute)
         self.run.file(compared).unlink(missing_ok=True)
-        self.run.log("bank", round=k, **bank_figures(states))
+        figures = bank_figures(states) | self.disagree(k, trajectories, states)
+        self.run.log("bank", round=k, **figures)
         if not states.weight.any() and recipe.calibrate.gamma > 0:
             rest = " and the response KL" if recipe.calibrate.response_over == "visited" else " alone"
             self.reporter.warn(f"round {k + 1}: no candidate states, so the update follows the anchor{rest}")
         return states
+
+    def disagree(self, k: int, trajectories: Sequence[Trajectory], states: States) -> dict[str, float]:
+        """Figures of where the server chose another token than Q, near ties apart; none where tokens were drawn."""
+        cfg = self.recipe.follow
+        if cfg.engine == "own" or cfg.sampling != "greedy":
+            return {}
+
+        def compute() -> Disagreements:
+            with self.reporter.phase(
+                f"Compare {k + 1} with vLLM", total=len(self.inputs.prompts), unit="prompts"
+            ) as bar:
+                return disagreements(self.prefixes, trajectories, states, bar.advance)
+
+        figures = self.run.step(f"rounds/{k}/{DISAGREED}", DISAGREEMENTS, compute).figures(len(states))
+        text = sentence(figures | {"states": len(states)})
+        if figures["server_clear"] > CLEAR_SHARE * len(states):
+            self.reporter.warn(
+                f"round {k + 1}: {text}. So the server does not compute what the checkpoint says: its kernels may leave "
+                "activations in 16 bits, or its processor give images other pixels (docs/serving.md)"
+            )
+        else:
+            self.reporter.note(f"round {k + 1}: {text}")
+        return figures
 
     @property
     def _looking(self) -> Seen | None:
@@ -236,7 +287,9 @@ class Cycle:
 
     def figures(self, k: int) -> dict[str, float]:
         """A finished round in a few numbers: its bank, and `steps` and `best_step` of its update."""
-        return bank_figures(self.run.read(f"rounds/{k}/bank.parquet", States.read)) | read_update(self.run, k)
+        states, name = self.run.read(f"rounds/{k}/bank.parquet", States.read), f"rounds/{k}/{DISAGREED}"
+        differing = self.run.read(name, Disagreements.read).figures(len(states)) if self.run.has(name) else {}
+        return bank_figures(states) | differing | read_update(self.run, k)
 
 
 def read_update(run: Run, k: int) -> dict[str, int]:

@@ -135,7 +135,7 @@ def gather_prompts(
     chosen = in_order(stratified(unique, seed)[: sizes.prompts])
     both = set() if seed is None else {prompt.ordinal for prompt in repeated(held, chosen)}
     kept = [prompt for prompt in held if prompt.ordinal not in both]
-    if not kept:
+    if held and not kept:
         raise OnPTQError(f"all {len(held)} held-out prompts are calibration prompts too; expected others")
     given = len(candidates) + len(others)
     return Prompts(chosen, kept, given, tuple(bad or ()), duplicates, len(both), from_file)

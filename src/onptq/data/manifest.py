@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +22,8 @@ JSONL_SUFFIXES = (".jsonl", ".json-lines")
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 SHOWN_ERRORS = 10
 MAX_LINE = 2 * MAX_BYTES
+MAX_GROUP = 2**31  # bytes of a row group of a parquet, embedded media included
+MEDIA_ROOT = "ONPTQ_MEDIA_ROOT"  # the folder that media have to lie in, for manifests of strangers
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,")
 
 
@@ -132,12 +135,24 @@ def _parquet_rows(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             table = pq.ParquetFile(file)
             number = 0
+            _check_groups(manifest, table.metadata)
             for batch in table.iter_batches(batch_size=64):  # small: rows may embed whole images
                 for row in batch.to_pylist():
                     number += 1
                     yield f"row {number}", row
         except (pa.ArrowException, UnicodeError) as error:
             raise OnPTQError(f"{manifest} is not a readable parquet file: {error}") from error
+
+
+def _check_groups(manifest: Path, metadata: Any) -> None:
+    """Refuse groups of rows that would fill the memory: a reader takes a whole one at a time."""
+    for index in range(metadata.num_row_groups):
+        size = metadata.row_group(index).total_byte_size
+        if size > MAX_GROUP:
+            raise OnPTQError(
+                f"{manifest}: row group {index + 1} takes {size / 2**30:.1f} GiB; expected at most {MAX_GROUP / 2**30:g} GiB: "
+                "write it with smaller ones (row_group_size) or name media by their paths"
+            )
 
 
 def decode_record(raw: bytes | dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +221,7 @@ class Reader:
         if data is not None:
             return check_media(kind, "embedded in the manifest", data, Media(None, _sha256(data), data))
         path = self.manifest.parent / name
+        _require_inside(kind, name, path)
         if (kind, path) not in self.files:
             try:
                 data = read_file(path)
@@ -215,6 +231,13 @@ class Reader:
                 raise OnPTQError(f"{kind} {name!r} cannot be read: {error.strerror or error}") from None
             self.files[kind, path] = check_media(kind, repr(name), data, Media(path.absolute(), _sha256(data)))
         return self.files[kind, path]
+
+
+def _require_inside(kind: str, name: str, path: Path) -> None:
+    """Refuse a file that is not below the folder of MEDIA_ROOT, where one is set, whatever links lead to it."""
+    root = os.environ.get(MEDIA_ROOT)
+    if root and not path.resolve().is_relative_to(Path(root).resolve()):
+        raise OnPTQError(f"{kind} {name!r} lies outside {root!r}, to which {MEDIA_ROOT} confines media")
 
 
 def _read_id(record: Mapping[str, Any], ordinal: int) -> str:

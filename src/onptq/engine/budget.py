@@ -16,6 +16,7 @@ from onptq.recipe import Recipe
 
 T = TypeVar("T")
 Held = Keep | Literal["nothing"]  # of Q's weights
+WHOLE = 2  # blocks that a process has whole at a time, where they are sharded: what is gathered, and its copy
 SHARE_OF_FREE = 0.5  # of the device's free memory, for prefixes and targets together
 
 
@@ -39,11 +40,20 @@ class Budgets:
         return cls(each, each, keep_of_q(free, cache, floats, codes, recipe, on_gpu), each)
 
     @classmethod
+    def of_shards(cls, free: int, recipe: Recipe) -> Budgets:
+        """The same of a sharded model, which holds nothing of Q's weights: every process would have to hold it all."""
+        each = cached_bytes(max(0, free), recipe.compute.cache_gib)
+        return cls(each, each, "nothing", each)
+
+    @classmethod
     def of(cls, policy: Policy, recipe: Recipe) -> Budgets:
         """The budgets of a policy that is loaded and not yet used, from what its device has free now."""
         parameters = [parameter for block in policy.structure.blocks for parameter in block.module.parameters()]
         floats, codes = sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters)
-        return cls.within(free_memory(policy.device), floats, codes, recipe, policy.device.type == "cuda")
+        free, on_gpu = free_memory(policy.device), policy.device.type == "cuda"
+        if policy.sharded is None:
+            return cls.within(free, floats, codes, recipe, on_gpu)
+        return cls.of_shards(free - WHOLE * floats // policy.blocks, recipe)
 
 
 def cached_bytes(free: int, cache_gib: float | None) -> int:

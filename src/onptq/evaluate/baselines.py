@@ -57,8 +57,7 @@ def compare_with_baselines(
         names.append("static")
     followed = recipe.follow.policy == "quantized"
     candidates: list[Candidate] = [
-        MethodCandidate(name, recipe.with_overrides({"method": name}), home if name == "static" and followed else None)
-        for name in names
+        MethodCandidate(name, _control(recipe, name), home if name == "static" and followed else None) for name in names
     ]
     candidates.append(RunCandidate.of(recipe.method, out, recipe))
     return compare_models(
@@ -73,6 +72,11 @@ def compare_with_baselines(
         recipe=recipe,
         reporter=reporter,
     )
+
+
+def _control(recipe: Recipe, method: str) -> Recipe:
+    """The recipe with another method. Where a server writes the run's rollouts, those of a control's later rounds are ours."""
+    return recipe.with_overrides({"method": method, "follow.engine": "own"})
 
 
 def telling_examples(items: Sequence[Item], out: Path, method: str, limit: int = 3) -> list[Example]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onptq.bank import MISMATCH, NEAR_MISS, Column, States, Trajectory
+from onptq.bank import Column, States, Trajectory
 from onptq.cycle.branch import Seen
 from onptq.cycle.rounds import Cycle
-from onptq.evaluate.details import FULL, MOST, OFF, Futures, likeliest, write_details
+from onptq.evaluate.details import MOST, OFF, Futures, likeliest, write_details
 
 DETAILS_OF_ROUND = "rounds/{}/details.parquet"
 
@@ -37,10 +37,8 @@ class RoundDetails:
             mine = np.isin(branched, rows)
             futures.see(branched[mine], tokens[mine], apart[mine])
         if not seen:  # nothing of the update depends on futures
-            least = NEAR_MISS if self._level == FULL else MISMATCH
-            rest = chosen.take(np.flatnonzero(chosen.kind >= least))
-            futures = Futures(rest, cycle.policy.eos, cycle.continued_by)
-            cycle.branch(f"Branch {k + 1}", cycle.prefixes, trajectories, rest, futures.see)
+            futures = Futures(chosen, cycle.policy.eos, cycle.continued_by)
+            cycle.branch(f"Branch {k + 1}", cycle.prefixes, trajectories, chosen, futures.see)
         with cycle.reporter.phase(f"Details {k + 1}", total=len(chosen), unit="states") as bar:
             details = likeliest(cycle.prefixes, trajectories, chosen, advance=bar.advance)
         if cycle.run.ranks.is_first:

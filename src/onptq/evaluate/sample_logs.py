@@ -67,8 +67,8 @@ def read_arm(place: Path, metric: str | None = None) -> dict[str, Log]:
 def read_log(file: Path, metric: str | None = None) -> Log:
     """A log with one of its metrics: the one that is named, or the first that says something about every item."""
     lines = [(place, _line(file, place, raw)) for place, raw in records(file)]
-    filters = list(dict.fromkeys(line.get("filter") for _, line in lines))
-    lines = [(place, line) for place, line in lines if line.get("filter") == filters[0]]  # others repeat the items
+    first = lines[0][1].get("filter") if lines else None
+    lines = [(place, line) for place, line in lines if line.get("filter") == first]  # others repeat the items
     if not lines:
         raise OnPTQError(f"{file} has no samples; {EXPECTED}")
     name = _metric(file, [line for _, line in lines], metric)
@@ -140,7 +140,8 @@ def _line(file: Path, place: str, raw: bytes | dict[str, Any]) -> dict[str, Any]
 def _metric(file: Path, lines: Sequence[Mapping[str, Any]], wanted: str | None) -> str:
     """The metric that is graded."""
     given = lines[0].get("metrics")
-    names = given if isinstance(given, list) else [name for name in lines[0] if name not in FIELDS]
+    listed = [name for name in given if isinstance(name, str)] if isinstance(given, list) else None
+    names = listed if listed is not None else [name for name in lines[0] if name not in FIELDS]
     names = sorted(names, key=lambda name: name != "word_errors")  # what `onptq eval` counts exactly
     usable = [name for name in names if all(_grade(line, name) is not None for line in lines)]
     if wanted is not None and wanted not in usable:
@@ -154,7 +155,13 @@ def _metric(file: Path, lines: Sequence[Mapping[str, Any]], wanted: str | None) 
 
 def _grade(line: Mapping[str, Any], name: str) -> Grade | None:
     """What a metric says about one item; None where that is nothing that can be summed over items."""
-    value = line.get(name)
+    try:
+        return _graded(line.get(name), name)
+    except (LookupError, TypeError, ValueError, OverflowError):  # a mapping that only looks like one of these
+        return None
+
+
+def _graded(value: Any, name: str) -> Grade | None:
     if isinstance(value, bool | int | float):
         points = float(value) / (100 if name in PERCENT else 1)
         within = points >= 0 and (points <= 1 or name in ERROR_RATES)

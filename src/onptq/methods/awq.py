@@ -52,7 +52,7 @@ def awq(
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     streams = open_streams(policy, answered_sequences(policy, prompts, responses))
     with policy.speaking("D"):
-        for block in policy.structure.blocks:
+        for block in policy.gathered_blocks():
             if not restore(store, theta, block):
                 _fit(policy, theta, block, streams)
                 keep(store, theta, block)

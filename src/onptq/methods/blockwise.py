@@ -50,7 +50,7 @@ def blockwise(
     dense, quantized = ([Stream(policy, [sequence]) for sequence in sequences] for _ in "DQ")
     with policy.lent():
         policy.attach(theta)
-        for block in policy.structure.blocks:
+        for block in policy.gathered_blocks():
             restored = restore(store, theta, block)
             with policy.speaking("D"):
                 migration = {} if restored else _migration(dense, block)

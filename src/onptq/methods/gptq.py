@@ -67,7 +67,7 @@ def gptq_on(
     streams = open_streams(policy, sequences)
     with policy.lent(), policy.speaking("Q"):
         policy.attach(theta)
-        for block in policy.structure.blocks:
+        for block in policy.gathered_blocks():
             if not restore(store, theta, block):
                 _fit(policy, theta, block, streams, act_order)
                 if settled:

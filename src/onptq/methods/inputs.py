@@ -25,7 +25,7 @@ def fitting_inputs(policy: Policy, theta: Theta, prompts: Sequence[EncodedPrompt
         policy.freeze(theta)
         responses = rollouts(Prefixes(policy, prompts, max_tokens=RESPONSE_TOKENS, budget=0), side="Q")
         streams = open_streams(policy, answered_sequences(policy, prompts, responses))
-        for block in policy.structure.blocks:
+        for block in policy.gathered_blocks():
             for stream in streams:
 
                 def observe(block: Block, pair: str, x: Tensor, real: Tensor = stream.real) -> None:

@@ -47,7 +47,7 @@ def masquant(
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     dense, quantized = ([Stream(policy, [prompt]) for prompt in prompts] for _ in "DQ")
     with policy.speaking("D"):
-        for block in policy.structure.blocks:
+        for block in policy.gathered_blocks():
             largest = advance_and_measure(dense, block)
             if not restore(store, theta, block):
                 scales = {

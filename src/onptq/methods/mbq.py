@@ -127,7 +127,7 @@ def balanced_search(
     dense = open_streams(policy, sequences)
     kinds = {one.sequence.ordinal: one.kinds for one in answered}
     with policy.speaking("D"):
-        for block in policy.structure.blocks:
+        for block in policy.gathered_blocks():
             if not restore(store, theta, block):
                 _fit(policy, theta, block, ratios, kinds, dense)
                 keep(store, theta, block)

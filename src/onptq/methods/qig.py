@@ -51,7 +51,7 @@ def qig(
     sequences = [one.sequence for one in answered]
     dense, quantized = open_streams(policy, sequences), open_streams(policy, sequences)
     with policy.speaking("D"):
-        for block in policy.structure.blocks:
+        for block in policy.gathered_blocks():
             if not restore(store, theta, block):
                 _fit(policy, theta, block, dense, quantized, points)
                 keep(store, theta, block)

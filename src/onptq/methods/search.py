@@ -59,7 +59,7 @@ def search_on(
     if restore_all(store, theta, policy.structure.blocks):
         return theta
     inputs = sample_inputs(policy, sequences)
-    for block in policy.structure.blocks:
+    for block in policy.gathered_blocks():
         xs = inputs.pop(block.index)
         if not restore(store, theta, block):
             _fit(policy, theta, block, xs)

@@ -68,7 +68,7 @@ def signround_on(
     dense, quantized = (_streams(policy, sequences) for _ in "DQ")
     with policy.lent():
         policy.attach(theta)
-        for block in policy.structure.blocks:
+        for block in policy.gathered_blocks():
             with policy.speaking("D"):
                 for stream, led in zip(dense, quantized, strict=True):
                     led.led(stream, block)

@@ -28,7 +28,7 @@ def smoothquant(
     """SmoothQuant's theta on the prompts."""
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     largest = input_maxima(policy, prompts)
-    for block in policy.structure.blocks:
+    for block in policy.gathered_blocks():
         for pair in (pair for pair in SMOOTHED if pair in block.producers):
             key = pair_key(block, pair)
             theta.smoothing[key] = migrated(largest[key], weight_maxima(block, pair), ALPHA)

@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from onptq.models.attention import grouped_mask, in_groups, trusted_attention, wants_groups
 from onptq.models.experts import routed
 from onptq.models.masks import same_run
 from onptq.models.recurrent import RecurrentStates
+from onptq.models.sharding import ShardedBlocks, recomputed
 from onptq.models.structure import RECURRENT, Block, Structure
 
 
@@ -210,6 +211,7 @@ def run_blocks(
     cache: Cache | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
     checkpointed: bool = False,
+    sharded: ShardedBlocks | None = None,
 ) -> Tensor:
     """The residual stream after the last block, before the final norm; `observe` sees it after every block."""
     hidden = tokens.embeds
@@ -235,8 +237,8 @@ def run_blocks(
 
     for block in structure.blocks:
         if checkpointed:
-            # Reentrant: no graph is built before a block runs again in the backward pass.
-            hidden = checkpoint(step, block, hidden, use_reentrant=True, preserve_rng_state=False)
+            around = nullcontext if sharded is None else partial(sharded.gathered, block.index, back=True)
+            hidden = recomputed(partial(step, block), hidden, around)
         else:
             hidden = step(block, hidden)
         if observe is not None:

@@ -9,7 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from onptq.errors import OnPTQError
 from onptq.models.decoder import Cache, KVCache, Tokens, head_logits, run_blocks
+from onptq.models.sharding import ShardedBlocks
 from onptq.models.structure import Structure, find_structure
 
 Side = Literal["D", "Q"]
@@ -24,6 +26,7 @@ class LanguageModel:
         weight = self.structure.embedding.weight
         self.dtype: torch.dtype = weight.dtype
         self.device: torch.device = weight.device
+        self.sharded: ShardedBlocks | None = None
 
     @property
     def generation(self) -> tuple[int, int]:
@@ -57,7 +60,12 @@ class LanguageModel:
         checkpointed: bool = False,
     ) -> Tensor:
         """The residual stream [B, S, d] after the last block; `observe` sees it after every block."""
-        return run_blocks(self.structure, tokens, cache, observe, checkpointed)
+        if self.sharded is not None and torch.is_grad_enabled() and not checkpointed:
+            raise OnPTQError(
+                "gradients through the whole model need all of its blocks at once, and they are sharded: expected another "
+                "init, or compute.shard=never"
+            )
+        return run_blocks(self.structure, tokens, cache, observe, checkpointed, self.sharded)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head: [..., d] to fp32 [..., V]."""

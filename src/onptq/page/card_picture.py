@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onptq.checkpoint.provenance import Results
+from onptq.errors import OnPTQError
 from onptq.page.contract import Plot
 from onptq.page.vega import (
     BLUE,
@@ -24,9 +25,14 @@ KL = "KL"
 
 
 def card_picture(results: Results | None) -> str | None:
-    """The picture as an SVG; None where nothing was measured, or where the package that draws is not installed."""
+    """The picture as an SVG; None where nothing was measured, or where it cannot be drawn here: a card does without."""
     plot = None if results is None else results_plot(results)
-    return draw_svg(plot) if plot is not None and can_draw() else None
+    if plot is None or not can_draw():
+        return None
+    try:
+        return draw_svg(plot)
+    except OnPTQError:
+        return None
 
 
 def results_plot(results: Results) -> Plot | None:

@@ -31,7 +31,7 @@ from onptq.evaluate.store import (
 )
 from onptq.evaluate.summary import Results
 from onptq.evaluate.token_texts import TokenTexts
-from onptq.files import read_json, read_yaml
+from onptq.files import read_json
 from onptq.page.contract import (
     Answer,
     Candidate,
@@ -49,6 +49,7 @@ from onptq.page.provenance import display, how_made, served_by
 from onptq.page.responses import Details, respond, spoken
 from onptq.page.verdict import flips_of, verdict
 from onptq.page.worst import badness_of_item, badness_of_prompt
+from onptq.plain_yaml import read_yaml
 from onptq.recipe import Recipe
 from onptq.run import HOME, RECORD, SUMMARY, Run
 from onptq.version import __version__

@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 
 from onptq.bank import KINDS
 from onptq.errors import OnPTQError, did_you_mean
-from onptq.files import atomically, to_yaml
+from onptq.files import atomically
 from onptq.page.contract import Candidate, Page, Question, Response, States
+from onptq.plain_yaml import to_yaml
 
 Row = dict[str, Any]
 Columns = dict[str, tuple[Any, str]]  # Arrow type and meaning, by name

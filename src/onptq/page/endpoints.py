@@ -17,7 +17,7 @@ from onptq.evaluate.asked import Asked
 from onptq.evaluate.metrics import BEHAVIOUR, DAMAGE, PROMPTS
 from onptq.evaluate.statistics import Measure as Ratio
 from onptq.evaluate.statistics import Part, Resampler
-from onptq.page.chat_server import CHAT, TIMEOUT, TOP_LOGPROBS, VERSION_PATH, ChatServer, Reply
+from onptq.page.chat_server import TIMEOUT, TOP_LOGPROBS, ChatServer, Reply
 from onptq.page.contract import Answer, Candidate, Figure, Measure, Page, Question, Response
 from onptq.page.endpoint_states import Tokens, pieces_of, respond, spoken
 from onptq.page.media import Album
@@ -26,6 +26,7 @@ from onptq.page.text import one_line
 from onptq.page.verdict import verdict
 from onptq.page.worst import badness_of_prompt
 from onptq.progress import QuietReporter, Reporter
+from onptq.serving.client import CHAT, VERSION_PATH
 from onptq.version import __version__
 
 SCHEMES = ("http://", "https://")

@@ -10,7 +10,7 @@ from onptq.checkpoint.folder import CONFIG
 from onptq.errors import OnPTQError
 from onptq.evaluate.baselines import FOLDER
 from onptq.evaluate.comparison import REPORT_JSON
-from onptq.files import read_yaml
+from onptq.plain_yaml import read_yaml
 from onptq.run import HOME, RECORD, SUMMARY, run_home
 
 PAGE, RECEIPT = "page.html", "receipt.json"

@@ -104,7 +104,8 @@ def size_against_damage(page: Page) -> Plot | None:
     names = [title for title, _, _, _ in measured]
     x = quantity("size", f"weights, {unit}", scale={"zero": True})
     ends = [row[end] for row in rows for end in ("low", "high")]
-    y = logarithmic("kl", KL_TITLE, ends) if wide(kls) else quantity("kl", KL_TITLE, scale=_tight(ends))
+    y = logarithmic("kl", KL_TITLE, ends) if wide(kls) else quantity("kl", KL_TITLE)
+    y["scale"] = _tight(ends, wide(kls))
     shared = {
         "x": x,
         "color": coloured("candidate", names),
@@ -293,9 +294,12 @@ def _seconds(summary: Path) -> Mapping[str, Any]:
     return {}
 
 
-def _tight(ends: Sequence[float]) -> Row:
+def _tight(ends: Sequence[float], in_powers: bool) -> Row:
     """A scale around these numbers, with a tenth of their range on either side, and not below zero."""
     low, high = min(ends), max(ends)
+    if in_powers:
+        room = (high / low) ** 0.1
+        return {"type": "log", "nice": False, "domain": [low / room, high * room]}
     room = (high - low) / 10 or high / 10 or 1.0
     return {"zero": False, "nice": False, "domain": [max(0.0, low - room), high + room]}
 

@@ -11,8 +11,9 @@ from onptq.bank import Column, States
 from onptq.evaluate.candidates import DENSE
 from onptq.evaluate.model_card import HELD_OUT, init_kept
 from onptq.evaluate.store import COST, IDENTITY, STATES, THETA
-from onptq.files import read_json, read_yaml
+from onptq.files import read_json
 from onptq.page.places import Comparison, Place
+from onptq.plain_yaml import read_yaml
 from onptq.run import RECORD, SUMMARY, SUMS
 
 FORMAT = 1

@@ -21,7 +21,7 @@ from onptq.evaluate.metrics import behaviour_measures, labels
 from onptq.evaluate.report import caveats
 from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.token_texts import TokenTexts
-from onptq.files import read_json, read_yaml
+from onptq.files import read_json
 from onptq.page.chat import asked_from
 from onptq.page.collect import NOTES, ids_of, kinds_of, measures_of
 from onptq.page.contract import Answer, Candidate, Figure, MessagePart, Page, Question, Response, Turn
@@ -32,6 +32,7 @@ from onptq.page.responses import respond, spoken
 from onptq.page.stages import ROUND, Answers, Stage, became, dense_answers, detailed, stages_of
 from onptq.page.verdict import verdict
 from onptq.page.worst import badness_of_prompt, riskiest
+from onptq.plain_yaml import read_yaml
 from onptq.recipe import Recipe
 from onptq.registry import FAMILIES
 from onptq.run import RECORD, SUMMARY

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from onptq.errors import OnPTQError
-from onptq.files import read_yaml
 from onptq.page.contract import Candidate, Page
 from onptq.page.places import Place
+from onptq.plain_yaml import read_yaml
 from onptq.run import RECORD
 
 DECISIVE = {  # by section of recipe.yaml, the fields that must be the same, and what differs otherwise

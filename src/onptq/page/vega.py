@@ -163,8 +163,10 @@ def _drawn(plot: Plot, convert: str, changes: Mapping[str, Any], **options: Any)
     draw = getattr(vl_convert, convert)
     try:
         return draw(spec, vl_version=VERSION, config=PRINT_CONFIG, allowed_base_urls=[], **options)
-    except ValueError as error:
-        raise OnPTQError(f"the picture {plot.id!r} cannot be drawn: {error}") from error
+    except BaseException as error:  # a limit of the machine makes its Rust panic, which is no Exception
+        if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+            raise OnPTQError(f"the picture {plot.id!r} cannot be drawn: {error}") from error
+        raise
 
 
 def _widened(head: str) -> str:

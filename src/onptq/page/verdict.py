@@ -38,7 +38,8 @@ def _on_prompts(responses: Sequence[Response], resampler: Resampler) -> str:
         return f"All {total} answers are worded as before."
     clear, content = count(parts_clearly), count(lambda one: one.change == "content")
     parts = [f"Of {total} answers {changed} {_one(changed, 'is', 'are')} worded differently"]
-    parts.append(f"{clear} {_one(clear, 'changes', 'change')} clearly, not at a near tie")
+    clearly = f"{clear} {_one(clear, 'changes', 'change')} clearly, not at a near tie"
+    parts.append("none of them clearly" if clear == "0" else clearly)
     if content != "0":
         parts.append(f"{content} {_one(content, 'says', 'say')} something else")
     return f"{', '.join(parts)}."

@@ -55,7 +55,7 @@ def asset() -> str:
 
 def packed(page: Page) -> str:
     """The data of the page, as base64 of gzip of JSON."""
-    return base64.b64encode(gzip.compress(to_bytes(page), mtime=0)).decode()
+    return base64.b64encode(gzip.compress(to_bytes(page), compresslevel=6, mtime=0)).decode()
 
 
 def to_bytes(page: Page) -> bytes:

@@ -8,7 +8,8 @@ from math import ceil
 
 from onptq import methods
 from onptq.cycle.compare import LOGIT_BYTES
-from onptq.engine.budget import Budgets
+from onptq.engine.budget import WHOLE, Budgets
+from onptq.models.sharding import Layout
 from onptq.plan.parts import Shapes
 from onptq.plan.work import Work
 from onptq.schemes import Scheme
@@ -34,6 +35,7 @@ class Memory:
     budgets: Budgets
     on_gpu: bool = False
     converted: int = 0  # bytes of files that are read into another dtype on the host
+    layout: Layout = "whole"
 
     def phases(self) -> Mapping[str, Terms]:
         """The peak of every phase that the recipe has, in the order of the run."""
@@ -50,8 +52,27 @@ class Memory:
         return {name: peaks[name] for name in self.work.phases}
 
     @property
-    def weights(self) -> int:
+    def blocks(self) -> int:
+        """The decoder's linears in the compute dtype."""
+        return self.shapes.linears * self.compute
+
+    @property
+    def whole(self) -> int:
+        """The model in the compute dtype."""
         return self.shapes.loaded * self.compute
+
+    @property
+    def weights(self) -> int:
+        """What one process holds of the model on its device: all, or everything but the blocks and its part of these."""
+        if self.layout == "whole":
+            return self.whole
+        part = 0 if self.layout == "offloaded" and self.on_gpu else ceil(self.blocks / self.work.gpus)
+        return self.whole - self.blocks + part
+
+    @property
+    def made_whole(self) -> Terms:
+        """Blocks that are whole for a moment, where a process has parts."""
+        return {} if self.layout == "whole" else {"gathered blocks": WHOLE * self.shapes.block * self.compute}
 
     @property
     def by_kernel(self) -> bool:
@@ -98,7 +119,7 @@ class Memory:
         prompts = work.every * (work.prompt_tokens + shapes.deepstack * work.media_tokens) * token
         held = prompts if budget is None else min(budget, prompts)
         batch = work.rows * work.prompt_tokens * (1 + shapes.deepstack) * token
-        return {"weights": self.weights, "prompts": held + batch}
+        return {"weights": self.weights, **self.made_whole, "prompts": held + batch}
 
     def deployed(self, updates: int = 1) -> Terms:
         """Q with its theta after so many updates. Without zero points, settled codes are theta's own."""
@@ -150,7 +171,9 @@ class Memory:
 
     def load(self) -> Terms:
         files = {} if self.on_gpu else {"files being read": self.converted}
-        return {"weights": self.weights} | files
+        if self.layout != "whole" and not self.on_gpu:
+            return {"weights": self.whole} | files  # pages of the files, which are let go once a process has its parts
+        return {"weights": self.weights} | self.made_whole | files
 
     def encode(self) -> Terms:
         shapes, work = self.shapes, self.work
@@ -219,6 +242,8 @@ class Memory:
         logits = {"logits": 2 * self.work.prompt_tokens * self.shapes.vocabulary * WIDE}
         weights = {"Q's weights": self.made, "rounding": self.rounded()}
         attached = self.resident() | self.theta() | self.prefixes(2) | weights
+        if self.layout != "whole":  # it is loaded again only where it fits whole
+            return attached | logits
         reloaded = self.load() | {"packed weights": self.packed}
         return max(attached, reloaded, key=_total) | logits
 

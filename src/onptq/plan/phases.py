@@ -11,7 +11,8 @@ from onptq.recipe import Recipe
 
 # Of the process: Python, torch and transformers on a CPU, as measured; with CUDA's libraries; its context on a GPU.
 PROCESS_BYTES, GPU_PROCESS_BYTES, GPU_CONTEXT_BYTES = 600 * 2**20, 3 * 2**30, 600 * 2**20
-# Changes that may lower memory, in the order in which they are tried: the first four leave the result as it is.
+# Changes that may lower memory, in the order in which they are tried: the first four leave the result as it is. Running out
+# of memory leads to about what the first THRIFTY of them do.
 CHANGES = (
     ("compute.cache_gib=0.5",),
     ("calibrate.micro_batch=1",),
@@ -21,6 +22,8 @@ CHANGES = (
     ("init=search",),
     ("init=search", "calibrate.codes=free"),
 )
+
+THRIFTY = 3
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,15 @@ def run_phases(memory: Memory) -> Iterator[Phase]:
             yield Phase(name, {}, terms | {"process": PROCESS_BYTES})
             continue
         host = {"process": processes * GPU_PROCESS_BYTES}
-        if name == "Load":  # models pass through the host
+        if memory.layout == "offloaded":
+            host |= {"blocks": memory.blocks}
+        if name == "Load" and memory.layout != "whole":  # pages of the files, which processes share
+            host |= {"weights": memory.whole, "files being read": processes * memory.converted}
+        elif name == "Load":  # models pass through the host
             host |= {"weights": processes * memory.weights, "files being read": processes * memory.converted}
         elif name == "Verify":  # by one process
-            host |= {"weights": memory.weights, "files being read": memory.converted, "packed weights": memory.packed}
+            if memory.layout == "whole":
+                host |= {"weights": memory.whole, "files being read": memory.converted, "packed weights": memory.packed}
         elif name == "Initialize" and memory.init_rounds:
             host |= {f"{term}, being written": count for term, count in memory.theta().items()}
         yield Phase(name, terms | {"context": GPU_CONTEXT_BYTES}, host)

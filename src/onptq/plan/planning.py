@@ -20,25 +20,28 @@ from onptq.checkpoint.source import Source, find_source
 from onptq.checkpoint.write import check_apart, check_exportable, check_groups
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts
 from onptq.data.prompts import Prompt
-from onptq.engine.budget import Budgets, Held
+from onptq.engine.budget import Held
 from onptq.errors import OnPTQError
 from onptq.methods.experts import check_method
 from onptq.models.processing import PromptProcessor, context_length
+from onptq.models.sharding import Layout
 from onptq.plan.estimate import Memory
+from onptq.plan.layouts import WHERE, Model
 from onptq.plan.machine import Machine, this_machine
 from onptq.plan.parts import Parts, Shapes, find_parts
-from onptq.plan.phases import Phase, duration, excess, fitting_changes, refuse_too_large, run_phases, size
+from onptq.plan.phases import Phase, duration, fitting_changes, refuse_too_large, size
 from onptq.plan.probe import probe_rates
 from onptq.plan.seconds import Rates, Seconds, datasheet_rates
 from onptq.plan.work import CANDIDATES, Work, count_work, work_of
 from onptq.recipe import Recipe
 from onptq.run import check_place, run_home
 from onptq.schemes import Scheme
+from onptq.serving.vllm import Vllm
 
 RANGE = 2.0  # a run takes between the estimate divided by this and the estimate times this
 FEW_SECONDS = 5.0  # below which the estimate says little: starting and ending a run take about as long
 CROWDED = 2.0  # times that the run's threads are slower than one, from which on it is worth a warning
-DATA_PARALLEL = "data parallel"
+DATA_PARALLEL, SHARDED, OFFLOADED = "data parallel", "sharded", "offloaded"
 MODELLED_INITS = ("search", "rtn", "signround", "search+signround")
 Given = str | Path | Sequence[Prompt] | None  # prompts: a manifest, or the prompts themselves
 
@@ -54,6 +57,7 @@ class Plan:
     parts: Parts | None = None
     machine: Machine | None = None
     work: Work | None = None
+    layout: Layout = "whole"
     phases: tuple[Phase, ...] = ()
     run_bytes: int | None = None  # of the run's files beside the checkpoint
     assumptions: tuple[str, ...] = ()
@@ -75,6 +79,8 @@ class Plan:
         """How the run uses its devices; None where it cannot run."""
         if self.refusals or self.machine is None:
             return None
+        if self.layout != "whole":
+            return SHARDED if self.layout == "sharded" else OFFLOADED
         return DATA_PARALLEL if self.machine.gpus > 1 else "one GPU" if self.machine.on_gpu else "one CPU"
 
     @property
@@ -83,7 +89,9 @@ class Plan:
         if self.refusals or self.machine is None:
             return f"cannot run: {'; '.join(self.refusals)}"
         machine, kind = self.machine, "GPU memory" if self.machine.on_gpu else "memory"
-        where = machine.name if machine.gpus == 1 else f"each of {machine.gpus} {machine.name} ({DATA_PARALLEL})"
+        each = machine.name if machine.gpus == 1 else f"each of {machine.gpus} {machine.name}"
+        plain = machine.gpus == 1 and self.layout == "whole"
+        where = each if plain else f"{each} ({self.strategy})"
         fits = f"fits: needs {size(self.peak)} of {size(machine.device_free)} free {kind} on {where}"
         if self.seconds < FEW_SECONDS:
             return f"{fits}; takes a few seconds"
@@ -128,12 +136,14 @@ def make_plan(
     out: Path | None = None,
     machine: Machine | None = None,
     gpus: int = 1,
+    vllm: Vllm | None = None,
 ) -> Plan:
     """The plan of quantizing `model`, by default on so many GPUs of this machine, which is measured for a few seconds.
 
     Reads config.json, safetensors headers, the processor's files and the prompts; loads no weight and writes nothing.
     Raises OnPTQError only where there is no such model or the arguments contradict each other. Whatever stops the run
-    is a refusal.
+    is a refusal. `vllm` is the server that writes the rollouts with follow.engine=vllm; one that `machine` would start is
+    not looked for here.
     """
     if calibration is not None and prompt_tokens is not None:
         raise OnPTQError("expected one of --calibration and --prompt-tokens: prompts have lengths of their own")
@@ -149,6 +159,11 @@ def make_plan(
         plan = replace(plan, family=source.family.name, parts=parts, warnings=tuple(unmatched))
         plan = replace(plan, serving=tuple(serving(scheme, source.family.has_experts)))
         _check(source, parts, recipe, out)
+        if _served(recipe):
+            server = vllm or Vllm.given()
+            server.check(scheme)
+            if machine is None:
+                server.check_installed()
         processor = PromptProcessor.from_folder(source.folder, source.family, source.config, recipe.data.special_tokens)
         processor(probe_prompt(source.family.modalities))  # a chat template that takes all media
         if calibration is None:
@@ -214,48 +229,53 @@ def _estimated(
     plan: Plan, source: Source, parts: Parts, work: Work, machine: Machine, prompts: Prompts | None, out: Path | None
 ) -> Plan:
     """The plan with what every phase takes. A phase that does not fit is a refusal."""
-    shapes, scheme, stored = parts.shapes, Scheme.parse(plan.recipe.scheme), source.storage()
-    converted = 0 if stored == machine.dtype else shapes.loaded * stored.itemsize
-
-    def memory_of(recipe: Recipe) -> Memory:
-        number = machine.dtype.itemsize
-        free = max(0, machine.device_free - shapes.loaded * number)
-        budgets = Budgets.within(free, shapes.linears * number, shapes.linears, recipe, machine.on_gpu)
-        return Memory(shapes, replace(work, recipe=recipe), scheme, number, budgets, machine.on_gpu, converted)
-
-    memory = memory_of(plan.recipe)
-    phases = tuple(run_phases(memory))
+    shapes, scheme = parts.shapes, Scheme.parse(plan.recipe.scheme)
+    model = Model.of(source, shapes, work, machine)
+    layout = model.layout(plan.recipe)
+    memory, phases = model.memory(plan.recipe, layout), model.phases(plan.recipe, layout)
     refusals = list(refuse_too_large(phases, machine))
     if refusals:
-        changes = fitting_changes(plan.recipe, lambda one: excess(tuple(run_phases(memory_of(one))), machine))
+        changes = fitting_changes(plan.recipe, model.excess)
+        if machine.gpus > 1 or layout != "whole":
+            refusals[-1] += f"; that is with the blocks {WHERE[layout]}"
         if changes:
             refusals[-1] += f"; it fits with {' '.join(f'--set {change}' for change in changes)}"
-        elif machine.gpus > 1:
-            refusals[-1] += "; every GPU has to hold the whole model, so more of them do not help"
-    rates = _rates(machine, shapes, scheme, memory.budgets.keep, plan.recipe.settles)
+    rates = _rates(machine, shapes, scheme, memory.budgets.keep, plan.recipe.settles, layout)
     read, on_gpu = source.checkpoint.weight_bytes, machine.on_gpu
     seconds = Seconds(shapes, work, scheme, rates, read, parts.output_bytes, on_gpu).phases()
     return replace(
         plan,
+        layout=layout,
         phases=tuple(replace(phase, seconds=seconds[phase.name]) for phase in phases),
-        run_bytes=memory.files,
-        assumptions=tuple(_assumptions(work, machine, prompts)),
+        run_bytes=_written(plan.recipe, parts, memory) - parts.output_bytes,
+        assumptions=tuple(_assumptions(work, machine, prompts, layout)),
         warnings=(
             *plan.warnings,
             *([] if refusals else _idle(work)),
-            *_warnings(plan.recipe, rates, prompts, parts.output_bytes + memory.files, out),
+            *([] if refusals or layout == "whole" else _whole(model, plan.recipe)),
+            *_warnings(plan.recipe, rates, prompts, _written(plan.recipe, parts, memory), out),
         ),
         refusals=tuple(refusals),
     )
 
 
-def _rates(machine: Machine, shapes: Shapes, scheme: Scheme, keep: Held, settled: bool) -> Rates:
+def _served(recipe: Recipe) -> bool:
+    """Whether a server writes rollouts."""
+    return bool(recipe.rounds) and recipe.follow.engine == "vllm"
+
+
+def _written(recipe: Recipe, parts: Parts, memory: Memory) -> int:
+    """Bytes of the checkpoint and the run, and of the one that a server has while it writes the rollouts."""
+    return parts.output_bytes * (2 if _served(recipe) else 1) + memory.files
+
+
+def _rates(machine: Machine, shapes: Shapes, scheme: Scheme, keep: Held, settled: bool, layout: Layout) -> Rates:
     if machine.gpu is not None:
-        return datasheet_rates(machine.gpu, shapes, keep)
+        return datasheet_rates(machine.gpu, shapes, keep, layout, machine.gpus)
     return probe_rates(shapes, scheme, keep, settled, torch.device(machine.device), machine.dtype)
 
 
-def _assumptions(work: Work, machine: Machine, prompts: Prompts | None) -> Iterator[str]:
+def _assumptions(work: Work, machine: Machine, prompts: Prompts | None, layout: Layout) -> Iterator[str]:
     if work.every:
         media = f", {work.media_tokens} of them for images or audio" if work.media_tokens else ""
         if prompts is not None:
@@ -265,6 +285,11 @@ def _assumptions(work: Work, machine: Machine, prompts: Prompts | None) -> Itera
             held_out = f" and {work.holdout} held-out ones" if work.holdout else ""
             yield f"assumed: {work.prompts} prompts{held_out} of {work.prompt_tokens} tokens{media}"
         yield f"every response is as long as its limit, {work.response_tokens} tokens"
+    if _served(work.recipe):
+        yield (
+            "Follow is that of OnPTQ's own rollouts: neither the start of vLLM nor its speed and memory are known here; on the "
+            "GPU of the run it takes what the run leaves free"
+        )
     if work.candidates:
         yield f"Branch looks ahead from {CANDIDATES:.0%} of the states"
     if work.recipe.init not in MODELLED_INITS:
@@ -273,12 +298,29 @@ def _assumptions(work: Work, machine: Machine, prompts: Prompts | None) -> Itera
     if machine.gpu is not None:
         memory = f"{size(machine.device_free)} of its memory free"
         yield f"{machine.name} by its data sheet, {memory}; host memory is not checked"
-    if machine.gpus > 1:
+    if layout != "whole":
+        yield (
+            f"{layout}: the blocks of the decoder are {WHERE[layout]}, and gathered one by one where they are used; "
+            "embeddings, head, towers and theta are on every GPU, and nothing of Q's weights is held"
+        )
+        known = (
+            "GPUs of one machine, as connected as their data sheet says" if machine.gpu else "gathering takes no time"
+        )
+        yield f"{known}; every process waits for the pass of the slowest"
+    if machine.gpus > 1 and layout == "whole":
         yield (
             f"{DATA_PARALLEL}: each GPU holds the whole model and takes its share of Follow, Compare, Branch and "
             "Calibrate; all of them encode every prompt, one computes the init, exports and verifies"
         )
+    if machine.gpus > 1:
         yield "gradients and results that GPUs exchange take no time"
+
+
+def _whole(model: Model, recipe: Recipe) -> Iterator[str]:
+    """A warning where another recipe needs no gathering, unless this one asks for it."""
+    changes = fitting_changes(recipe.with_overrides(["compute.shard=never"]), model.excess)
+    if changes and recipe.compute.shard == "auto":
+        yield f"with {' '.join(f'--set {change}' for change in changes)} the model fits whole on every GPU, which is faster"
 
 
 def _idle(work: Work) -> Iterator[str]:

@@ -11,6 +11,7 @@ from onptq.cycle.branch import ROW_TOKENS
 from onptq.engine.budget import Held
 from onptq.methods.layerwise import RESPONSE_TOKENS
 from onptq.methods.search import RATIOS, SAMPLE_TOKENS, STRENGTHS
+from onptq.models.sharding import Layout
 from onptq.models.structure import LINEARS
 from onptq.plan.machine import Gpu
 from onptq.plan.parts import Shapes
@@ -22,6 +23,10 @@ from onptq.schemes import Scheme
 SHARE_OF_PEAK, STARTED, REPLAYED = 0.5, 1e-3, 3e-4
 WEIGHT_PASSES = 3  # over a 16-bit weight that is read, rounded by a kernel and multiplied
 LOGIT_PASSES = 15  # over float32 logits: softmax, divergence, argmax
+HOST_BYTES, SHARE_OF_LINK = (
+    25e9,
+    0.5,
+)  # assumed: a second from a host to a GPU, and of the data sheet's rate between GPUs
 LEARNING = 3  # GEMMs of a forward and its backward for each of the forward: gradients of inputs and of weights
 # Per second, typical of one NVMe disk and of one core.
 READ_BYTES, WRITTEN_BYTES, PACKED_CODES, PROCESSED_PATCHES = 4e9, 1e9, 3e8, 4e4
@@ -56,19 +61,29 @@ class Rates:
     )
 
 
-def datasheet_rates(gpu: Gpu, shapes: Shapes, keep: Held) -> Rates:
+def gathering(gpu: Gpu, shapes: Shapes, layout: Layout, gpus: int) -> float:
+    """Seconds until a block is whole on a GPU: what the others have of it, and their parts from their hosts."""
+    block = 2 * shapes.block
+    received = 0.0 if layout == "whole" else block * (1 - 1 / gpus) / (SHARE_OF_LINK * gpu.link * 1e9)
+    return received + (block / gpus / HOST_BYTES if layout == "offloaded" else 0.0)
+
+
+def datasheet_rates(gpu: Gpu, shapes: Shapes, keep: Held, layout: Layout = "whole", gpus: int = 1) -> Rates:
     """The rates of a GPU that is not here, in 16 bits. `keep` says what is held of Q's weights."""
     flops, bandwidth = SHARE_OF_PEAK * gpu.bf16 * 1e12, gpu.bandwidth * 1e9
     read = 2 * shapes.block / bandwidth
+    gathered = gathering(gpu, shapes, layout, gpus)
     routed = shapes.active < shapes.block
     started = STARTED * (shapes.modules / len(LINEARS) if routed else 1)  # experts one after another
-    dense = Pace(started + read, 2 * shapes.active / flops)
+    replayed = started if routed or layout != "whole" else REPLAYED  # which experts is not known in advance
+    dense = Pace(started + read + gathered, 2 * shapes.active / flops)
     token = dense.token * (gpu.bf16 / gpu.int8 if keep == "integers" else 1)
     weights = read if keep in ("integers", "floats") else WEIGHT_PASSES * read
-    learning = Pace(started + WEIGHT_PASSES * read, dense.token) * LEARNING
+    rounding = Pace(started + WEIGHT_PASSES * read, dense.token) * LEARNING  # of a block that is whole already
+    learning = Pace(rounding.forward + 2 * gathered, rounding.token)
+    weights += gathered
     state = shapes.vocabulary * (2 * shapes.hidden / flops + LOGIT_PASSES * 4 / bandwidth)
-    decoding = Pace((started if routed else REPLAYED) + weights, token)  # which experts is not known in advance
-    return Rates(dense, Pace(started + weights, token), decoding, learning, learning, state)
+    return Rates(dense, Pace(started + weights, token), Pace(replayed + weights, token), rounding, learning, state)
 
 
 @dataclass(frozen=True)

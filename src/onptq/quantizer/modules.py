@@ -136,7 +136,7 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     def fold(self, theta: Theta) -> FoldedLinear:
         bias, linear = self._bias(theta), theta.linears[self.path]
-        bias = None if bias is None else bias.to(self.storage)
+        bias = None if bias is None else bias.to(self.storage, copy=True)  # the folded one may outlive the module's
         grid = self.scheme, self.storage, self.tensor_scale
         tensor_scales = self.tensor_scale, self._input_scale(theta)
         if isinstance(linear, Settled):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel, Side
+from onptq.models.sharding import ShardedBlocks
 from onptq.models.structure import Block, find_structure
 from onptq.quantizer.folded import Folded
 from onptq.quantizer.modules import Keep, Live, QuantFollower, QuantLinear, QuantNorm, Switch
 from onptq.quantizer.proof import prove
 from onptq.quantizer.theta import Theta
+from onptq.ranks import Ranks
 from onptq.schemes import Scheme
 
 
@@ -46,6 +48,31 @@ class Policy(LanguageModel):
         finally:
             self.switch.quantized = before
 
+    def shard(self, ranks: Ranks, device: torch.device, *, offloaded: bool = False) -> None:
+        """Split the blocks over the ranks, and move everything else of the model to the device."""
+        inside = {module for block in self.structure.blocks for module in block.module.modules()}
+        self.sharded = ShardedBlocks(self.structure.blocks, ranks, device, offloaded=offloaded)
+        for module in self.model.modules():
+            if module not in inside:
+                for parameter in module.parameters(recurse=False):
+                    parameter.data = parameter.data.to(device, copy=True)  # no page of a file stays
+                for name, buffer in [*module.named_buffers(recurse=False)]:
+                    setattr(module, name, buffer.to(device))
+        for linear in self._linears():
+            if linear.tensor_scale is not None:
+                linear.tensor_scale = linear.tensor_scale.to(device)
+        self.device = device
+
+    def gathered(self, block: Block) -> AbstractContextManager[None]:
+        """A context in which the block's weights can be read, also where they are sharded."""
+        return nullcontext() if self.sharded is None else self.sharded.gathered(block.index)
+
+    def gathered_blocks(self) -> Iterator[Block]:
+        """Every block in turn; until the next one its weights can be read."""
+        for block in self.structure.blocks:
+            with self.gathered(block):
+                yield block
+
     # What changes Q: attach, freeze, release, and lent until it ends.
 
     def attach(self, theta: Theta) -> None:
@@ -63,7 +90,7 @@ class Policy(LanguageModel):
                 f"{self.scheme} is no single product of integers; expected integer weights, one scale per row, and "
                 "integer activations"
             )
-        for module in self.wrapped:
+        for module in self._gathered():
             module.freeze(theta, keep)
 
     @contextmanager
@@ -90,15 +117,16 @@ class Policy(LanguageModel):
         if not self.scheme.quantizes_weights:
             return theta.clone()
         smoothing = {key: u.detach().clone() for key, u in theta.smoothing.items()}
-        linears = {module.path: module.settle(theta) for module in self._linears()}
+        linears = {module.path: module.settle(theta) for module in self._gathered_linears()}
         return Theta(smoothing, dict(linears), {key: scale.clone() for key, scale in theta.inputs.items()})
 
     def settle_block(self, theta: Theta, block: Block) -> None:
         """Settle the codes of one block, in place."""
         if self.scheme.quantizes_weights:
-            for module in self._linears():
-                if module.block is block:
-                    theta.linears[module.path] = module.settle(theta)
+            with self.gathered(block):
+                for module in self._linears():
+                    if module.block is block:
+                        theta.linears[module.path] = module.settle(theta)
 
     @torch.no_grad()
     def centre(self, theta: Theta) -> Theta:
@@ -107,7 +135,7 @@ class Policy(LanguageModel):
         It is then half a scale from any other code: scales may change a little without changing a code, and a code
         changes when the evidence for it adds up."""
         centred = theta.clone()
-        for module in self._linears() if self.scheme.quantizes_weights else ():
+        for module in self._gathered_linears() if self.scheme.quantizes_weights else ():
             centred.linears[module.path] = module.centre(theta)
         return centred
 
@@ -118,11 +146,19 @@ class Policy(LanguageModel):
 
     def folded(self) -> Iterator[tuple[str, Folded]]:
         """Every folded piece with its name relative to the decoder, block by block, as the exporter takes them."""
-        for module in self.wrapped:
+        for module in self._gathered():
             yield module.path, module.folded()
 
     def _linears(self) -> Iterator[QuantLinear]:
         return (module for module in self.wrapped if isinstance(module, QuantLinear))
+
+    def _gathered(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower]:
+        """Every wrapped module, block by block, each with its weight."""
+        for block in self.gathered_blocks():
+            yield from (module for module in self.wrapped if module.block is block)
+
+    def _gathered_linears(self) -> Iterator[QuantLinear]:
+        return (module for module in self._gathered() if isinstance(module, QuantLinear))
 
     def _wrap(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower]:
         for block in self.structure.blocks:

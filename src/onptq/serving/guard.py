@@ -33,7 +33,7 @@ def sweep(child: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, start_new_session=True)
+    child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
     threading.Thread(target=end_with_input, args=(child, float(sys.argv[1])), daemon=True).start()
     code = child.wait()
     sweep(child)
