@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ TEXT: JSON = {
 }
 TOWER: JSON = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 MEAN: JSON = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+EXPERTS: JSON = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
 
 
 IDEFICS_TOKENS = (
@@ -437,6 +439,77 @@ CLASSES = {
 }
 
 
+# With experts, whose checkpoints transformers reloads otherwise than OnPTQ.
+SPARSE = {
+    "qwen3_5_moe": replace(
+        CLASSES["qwen3_5"],
+        model_type="qwen3_5_moe",
+        config=lambda ids: {
+            **CLASSES["qwen3_5"].config(ids),
+            "text_config": CLASSES["qwen3_5"].config(ids)["text_config"]
+            | EXPERTS
+            | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 96},
+        },
+    ),
+    "qwen3_moe": RandomClass(
+        "qwen3_moe",
+        lambda ids: TEXT | EXPERTS | {"mlp_only_layers": [], "decoder_sparse_step": 1},
+        {},
+        {},
+        (),
+        "",
+        modalities=frozenset({"text"}),
+    ),
+    "qwen3_vl_moe": RandomClass(
+        "qwen3_vl_moe",
+        lambda ids: {
+            "text_config": TEXT
+            | EXPERTS
+            | {
+                "model_type": "qwen3_vl_moe_text",
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+                | {"mrope_interleaved": True},
+            },
+            "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+            | {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64}
+            | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "vision_start_token_id": ids["<|vision_start|>"],
+            "vision_end_token_id": ids["<|vision_end|>"],
+        },
+        {"processor_class": "Qwen3VLProcessor"},
+        {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+        | {"size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}},
+        (),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        towers=("visual",),
+    ),
+    "glm4v_moe": RandomClass(
+        "glm4v_moe",
+        lambda ids: {
+            "text_config": TEXT
+            | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1}
+            | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+            | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False}
+            | {
+                "model_type": "glm4v_moe_text",
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                | {"mrope_section": [2, 3, 3]},
+            },
+            **{name: value for name, value in CLASSES["glm4v"].config(ids).items() if name != "text_config"},
+        },
+        CLASSES["glm4v"].processor,
+        CLASSES["glm4v"].images,
+        CLASSES["glm4v"].special,
+        CLASSES["glm4v"].part,
+        CLASSES["glm4v"].roles,
+        towers=("visual",),
+        torchvision=True,
+    ),
+}
+
+
 REFUSED = {
     "granite": RandomClass(
         "granite",
@@ -455,7 +528,7 @@ def write_class(name: str, folder: Path, prompts: int = PROMPTS) -> Path:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    made = (CLASSES | REFUSED)[name]
+    made = (CLASSES | SPARSE | REFUSED)[name]
     folder.mkdir(parents=True, exist_ok=True)
     tokens = TokenSet(
         special=(*QWEN.special, *made.special),

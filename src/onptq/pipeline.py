@@ -33,6 +33,7 @@ from onptq.checkpoint.write import (
     write_checkpoint,
 )
 from onptq.cycle.calibrate import Holdout
+from onptq.cycle.expert_tokens import cold_warning, expert_summary
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle, bank_figures
 from onptq.cycle.served import ServedPolicy
@@ -50,6 +51,7 @@ from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
 from onptq.evaluate.round_details import RoundDetails
 from onptq.files import file_sha256
+from onptq.methods.experts import check_method
 from onptq.methods.resume import RunStore
 from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
@@ -176,6 +178,8 @@ def work(
         def conclude() -> Graph | None:
             """The first process writes; the others have parts of the weights."""
             warn_of_no_help(summary, reporter)
+            if (cold := cold_warning(summary.get("experts", {}))) is not None:
+                reporter.warn(cold)
             keep_details(cycle, held_out_states, held_out_detail)
             for side in SIDES:  # nobody is asked until the checkpoint is reloaded
                 cycle.inputs.forget(side)
@@ -230,6 +234,7 @@ def check(
     )
     check_groups(checkpoint, decoder, scheme)
     check_cached(checkpoint, scheme, source.family.other_models)
+    check_method(recipe.init, source.family)
     if not (out / CONFIG).exists():
         check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
     seed = None if is_contract_1(out) else recipe.seed
@@ -430,7 +435,7 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
         else bank_figures(one.states) | {"reworded_percent": reworded(dense, one.trajectories)}
         for name, one in (("rtn", rounded), ("initial", before), ("calibrated", calibrated), ("final", after))
     }
-    summary = {
+    summary: dict[str, Any] = {
         "scheme": str(job.scheme),
         "method": job.recipe.method,
         "model": job.source.name,
@@ -442,6 +447,8 @@ def measure(job: Job, cycle: Cycle, theta: Theta) -> tuple[dict[str, Any], Holdo
         "choice": choice,
         "helped": None if choice is None else choice["kept"] == CALIBRATED,
     }
+    if experts := expert_summary(cycle):
+        summary["experts"] = experts
     return summary, after
 
 

@@ -134,9 +134,11 @@ FAMILIES: Registry[Any] = Registry(
     {
         "qwen2.5-vl": "onptq.models.qwen2_5_vl:QWEN2_5_VL",
         "qwen3-vl": "onptq.models.qwen3_vl:QWEN3_VL",
+        "qwen3-vl-moe": "onptq.models.qwen3_vl:QWEN3_VL_MOE",
         "qwen2.5-omni": "onptq.models.qwen2_5_omni:QWEN2_5_OMNI",
         "llama": "onptq.models.text:LLAMA",
         "qwen2": "onptq.models.text:QWEN2",
         "qwen3": "onptq.models.text:QWEN3",
+        "qwen3-moe": "onptq.models.text:QWEN3_MOE",
     },
 )

@@ -49,10 +49,12 @@ def test_modalities_are_those_with_a_placeholder() -> None:
     assert taken == {
         "qwen2.5-vl": {"text", "image"},
         "qwen3-vl": {"text", "image"},
+        "qwen3-vl-moe": {"text", "image"},
         "qwen2.5-omni": {"text", "image", "audio"},
         "llama": {"text"},
         "qwen2": {"text"},
         "qwen3": {"text"},
+        "qwen3-moe": {"text"},
     }
 
 

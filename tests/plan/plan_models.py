@@ -57,6 +57,80 @@ def write_sparse(folder: Path, name: str, small: Path, dtype: str = "BF16", **ch
     return folder
 
 
+# As published with Qwen3-VL-30B-A3B-Instruct, but for fields that no shape depends on.
+QWEN3_VL_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_vl_moe",
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "qwen3_vl_moe_text",
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "vocab_size": 151936,
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl_moe",
+        "deepstack_visual_indexes": [8, 16, 24],
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2048,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+def write_mixture(folder: Path) -> Path:
+    """Qwen3-VL-30B-A3B's language model as its checkpoint stores it, experts joined and transposed; of its tower one tensor."""
+    text = QWEN3_VL_30B_A3B["text_config"]
+    hidden, inner, experts, queries, keys = 2048, 768, 128, 4096, 512
+    shapes: Shapes = {
+        "model.language_model.embed_tokens.weight": (text["vocab_size"], hidden),
+        "model.language_model.norm.weight": (hidden,),
+        "lm_head.weight": (text["vocab_size"], hidden),
+        "model.visual.patch_embed.proj.weight": (1152, 3, 2, 16, 16),
+    }
+    for layer in range(text["num_hidden_layers"]):
+        of = f"model.language_model.layers.{layer}."
+        shapes |= {
+            f"{of}self_attn.{name}_proj.weight": (rows, hidden)
+            for name, rows in zip("qkv", (queries, keys, keys), strict=True)
+        }
+        shapes |= {f"{of}self_attn.{name}_norm.weight": (128,) for name in "qk"}
+        shapes |= {f"{of}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {
+            f"{of}self_attn.o_proj.weight": (hidden, queries),
+            f"{of}mlp.gate.weight": (experts, hidden),
+            f"{of}mlp.experts.gate_up_proj": (experts, hidden, 2 * inner),
+            f"{of}mlp.experts.down_proj": (experts, inner, hidden),
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(QWEN3_VL_30B_A3B))
+    write_sparse_file(folder / "model.safetensors", shapes)
+    return folder
+
+
 def write_sparse_file(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = "BF16") -> None:
     """A safetensors file of that size whose data were never written."""
     header: dict[str, Any] = {}

@@ -8,13 +8,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from conftest import FAMILIES, Tiny
-from plan_models import GIB, write_sparse
+from plan_models import GIB, QWEN3_VL_30B_A3B, write_mixture, write_sparse
 from safetensors.torch import load_file, save_file
 
 import onptq
 from onptq.checkpoint.source import find_source
+from onptq.checkpoint.write import check_exportable
+from onptq.models.experts import linearize
+from onptq.models.structure import find_structure
 from onptq.plan.parts import AUDIO, EMBEDDINGS, LINEARS, OTHER_MODELS, VISION, Part, Parts, find_parts
+from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out
+from onptq.quantizer.weights import smoothed
 from onptq.recipe import Recipe
 from onptq.schemes import Scheme
 
@@ -88,3 +95,32 @@ def test_a_thinker_alone_misses_no_pattern_of_the_other_models(tiny: Callable[[s
     parts = parts_of(tmp_path)
     assert parts.unmatched == ()
     assert OTHER_MODELS not in by_name(parts)
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_is_read_from_its_headers_and_fits_its_class(tmp_path: Path) -> None:
+    """Qwen3-VL-30B-A3B, whose experts are stored in two tensors a layer."""
+    source, scheme = find_source(write_mixture(tmp_path)), Scheme.parse("W4A16-g128")
+    parts = find_parts(source, scheme)
+    expert, attention = 3 * 768 * 2048, 2 * 2048 * (4096 + 512)
+    linears = next(part for part in parts.parts if part.quantized)
+    assert linears.name == LINEARS
+    assert (linears.modules, linears.parameters) == (48 * (4 + 3 * 128), 48 * (128 * expert + attention))
+    assert linears.output_bytes < 0.27 * linears.bytes
+    shapes = parts.shapes
+    assert (shapes.active, shapes.block) == (8 * expert + attention, 128 * expert + attention)
+    assert (shapes.ffn, shapes.query, shapes.kv, shapes.hidden, shapes.modules) == (8 * 768, 4096, 512, 2048, 388)
+    checkpoint, decoder = check_exportable(source.folder, source.family.ignore, source.family.linears)
+    with torch.device("meta"):
+        model = linearize(
+            transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig.from_dict(QWEN3_VL_30B_A3B))
+        )
+    structure = find_structure(model)
+    theta = Theta.rtn(structure.blocks, scheme, "meta")
+    for block in (structure.blocks[0], structure.blocks[-1]):
+        assert len(block.producers) == 3 + 128
+        for name in (*block.linears, *block.followers("norm_gate_up")):
+            weight = block.child(name).weight
+            folded = smoothed(weight, log_scales_in(theta, block, name), log_scales_out(theta, block, name))  # type: ignore[arg-type]
+            stored = checkpoint.tensors[f"{decoder.prefix}{block.path(name)}.weight"]
+            assert folded.shape == weight.shape == stored.shape  # type: ignore[union-attr]

@@ -84,7 +84,7 @@ def describe(inspected: Inspected) -> Description:
         stored_as=dict(kinds),
         makers=tuple(_makers(checkpoint)),
         companions=_companions(checkpoint),
-        serving=_serving(stated),
+        serving=_serving(stated, inspected.family is not None and inspected.family.has_experts),
         unchecked=inspected.layouts.unknown or inspected.layouts.broken,
     )
 
@@ -113,12 +113,12 @@ def _parts(inspected: Inspected) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: -part.bytes))
 
 
-def _serving(stated: Quantization | None) -> tuple[Served, ...]:
+def _serving(stated: Quantization | None, experts: bool) -> tuple[Served, ...]:
     """The servers of a checkpoint that is stored as OnPTQ stores it; nothing is known of others."""
     scheme = stated.scheme if stated is not None and stated.method == COMPRESSED else None
     if stated is None or scheme is None or stated.groups[0].format != storage_format(scheme):
         return ()
-    return tuple(serving(scheme))
+    return tuple(serving(scheme, experts))
 
 
 def _makers(checkpoint: Checkpoint) -> Iterator[str]:

@@ -151,7 +151,7 @@ def _at(config: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _rebuilt_index(inspected: Inspected) -> dict[str, Any]:
-    tensors = inspected.checkpoint.tensors
+    tensors = inspected.checkpoint.stored
     return {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: tensors[name].file.name for name in sorted(tensors)},

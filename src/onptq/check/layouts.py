@@ -86,10 +86,12 @@ def _layout(model_class: str, config: Any, modules: Mapping[str, Collection[str]
     import torch
     import transformers
 
+    from onptq.models.experts import linearize
+
     wanted = getattr(transformers, model_class)
     part = getattr(config, "thinker_config", config)
     with torch.device("meta"):
-        model = wanted(part if isinstance(part, wanted.config_class) else config)
+        model = linearize(wanted(part if isinstance(part, wanted.config_class) else config))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     loads, converted = _loads(model, parameters, modules)
     return Layout(

@@ -68,6 +68,25 @@ output = model.generate(**inputs, max_new_tokens=128)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
+_EXPERTS_EXAMPLE = """\
+import torch
+import transformers
+from onptq.checkpoint.load import load_model
+from onptq.checkpoint.source import open_checkpoint
+
+folder = "{folder}"
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+model = load_model(open_checkpoint(folder), torch.{dtype})  # a {model_class}
+inputs = tokenizer.apply_chat_template(
+    [{{"role": "user", "content": "Which color is the sky?"}}],
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
+).to(model.device)
+output = model.generate(**inputs, max_new_tokens=128)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+
+
 def write_card(
     source: Path,
     config: Mapping[str, Any],
@@ -83,7 +102,7 @@ def write_card(
     front = to_yaml(_front_matter(base, source, config, family, scheme), allow_unicode=True)
     sections = [
         f"# {escaped(base.name.rpartition('/')[2])} in {scheme}\n\n{_describe(base, scheme)}",
-        f"## Use it\n\n{_transformers(family, scheme)}\n\n{_vllm(scheme, config)}",
+        f"## Use it\n\n{_transformers(family, scheme)}\n\n{_vllm(scheme, config, family)}",
         f"## How it was made\n\n{_making(provenance)}",
         f"## Results\n\n{_results(results, pictured)}",
     ]
@@ -180,6 +199,14 @@ def _transformers(family: Family | None, scheme: Scheme) -> str:
     model_class = family.model_class if family is not None else "AutoModelForCausalLM"
     dtype = "auto" if scheme.scales == "dtype" else "bfloat16"  # what transformers unpacks floats of few bits to
     activations = "quantizes activations on the way" if scheme.quantizes_activations else "leaves activations alone"
+    if family is not None and family.has_experts:
+        example = _EXPERTS_EXAMPLE.format(folder=FOLDER, model_class=model_class, dtype="bfloat16")
+        return (
+            f"```python\n{example}\n```\n\n"
+            "transformers alone wants the experts of a layer in one tensor; here each is stored by itself, as servers read "
+            "them. OnPTQ's loader builds the same class with linears for every expert, dequantizes the weights when it loads "
+            f"them and {activations}: an exact simulation of the scheme, no faster and no smaller in memory than the source."
+        )
     torchvision = " and `torchvision`" if example is _IMAGE_EXAMPLE else ""
     return (
         f"```python\n{example.format(folder=FOLDER, model_class=model_class, dtype=dtype)}\n```\n\n"
@@ -188,14 +215,17 @@ def _transformers(family: Family | None, scheme: Scheme) -> str:
     )
 
 
-def _vllm(scheme: Scheme, config: Mapping[str, Any]) -> str:
+def _vllm(scheme: Scheme, config: Mapping[str, Any], family: Family | None) -> str:
     """The one command that serves the scheme on a recent GPU."""
-    best = recommended(scheme)
+    experts = family is not None and family.has_experts
+    best = recommended(scheme, experts)
     if best is None:
         return f"Simulation only: no server is known to run {scheme}."
     if config.get("model_type") == "qwen2_5_omni_thinker":
         return "vLLM takes full Omni checkpoints only; this one holds an Omni model's thinker alone."
-    default = next(row for row in serving(scheme) if row.server == VLLM and row.hardware == best.hardware)
+    if best.verdict == "refuses":
+        return f"{VLLM} does not run {scheme} with experts on a GPU: {best.note}."
+    default = next(row for row in serving(scheme, experts) if row.server == VLLM and row.hardware == best.hardware)
     command = serve_command(FOLDER, best.switch)
     facts = [f"With {VLLM} or later on a GPU such as {best.hardware}, this multiplies {best.computes}."]
     if best.verdict != "serves":

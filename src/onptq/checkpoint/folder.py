@@ -19,8 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from onptq.checkpoint.fused import Slice, slices
 from onptq.errors import OnPTQError
-from onptq.models.family import thinker_config
+from onptq.models.family import text_config, thinker_config
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -71,6 +72,7 @@ class StoredTensor:
     file: Path
     dtype: str  # safetensors' own name: BF16, F32, ...
     shape: tuple[int, ...]
+    part: Slice | None = None  # where it is part of a tensor that holds all experts of a layer
 
     @property
     def numel(self) -> int:
@@ -102,7 +104,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a checkpoint folder. Of a tensor that is stored twice, `tensors` has the one that the index names."""
+    """The content of a checkpoint folder. Of a tensor that is stored twice, `stored` has the one that the index names."""
 
     folder: Path
     config: dict[str, Any]
@@ -112,6 +114,20 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
+        """The tensors by name; the linears of experts that share one are there one by one."""
+        hidden = text_config(self.config).get("hidden_size")
+        tensors: dict[str, StoredTensor] = {}
+        for name, tensor in self.stored.items():
+            parts = {
+                linear: StoredTensor(tensor.file, tensor.dtype, shape, part)
+                for linear, shape, part in slices(name, tensor.shape, hidden)
+            }
+            tensors |= parts or {name: tensor}
+        return tensors
+
+    @cached_property
+    def stored(self) -> dict[str, StoredTensor]:
+        """The tensors as the shards name them."""
         tensors: dict[str, StoredTensor] = {}
         for shard in self.shards:
             for name, tensor in shard.tensors.items():
@@ -191,7 +207,8 @@ class Checkpoint:
             try:
                 with safe_open(file, framework="pt") as shard:
                     for name in wanted:
-                        yield name, shard.get_tensor(name)
+                        part = self.tensors[name].part
+                        yield name, shard.get_tensor(name) if part is None else part.read(shard)
             except (SafetensorError, OSError) as error:
                 raise _unreadable(file, str(error)) from error
 
@@ -230,7 +247,7 @@ class Checkpoint:
             name, files = next(iter(whole.doubles.items()))
             raise OnPTQError(f"{self.folder}: tensor {name} is stored twice, in {' and '.join(files)}")
         for name, file in (self.weight_map or {}).items():
-            if name not in whole.tensors or whole.tensors[name].file.name != file:
+            if name not in whole.stored or whole.stored[name].file.name != file:
                 raise OnPTQError(
                     f"{self.folder / INDEX} says that {file} holds {name}, but it does not; download the checkpoint again"
                 )

@@ -20,6 +20,7 @@ from onptq.checkpoint.names import too_deep
 from onptq.checkpoint.quantization import COMPRESSED
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source
 from onptq.errors import OnPTQError
+from onptq.models.experts import linearize, linearized
 from onptq.models.family import Family
 from onptq.models.language_model import LanguageModel
 from onptq.models.sharding import Layout
@@ -37,6 +38,8 @@ def load_model(
 ) -> nn.Module:
     """The family's model as any user of transformers loads it, in eval mode; a dense one with finite weights.
 
+    Experts have linears of their own, which transformers would unpack without their activations.
+
     `repair` reads a compressed-tensors checkpoint by an ignore list that names every linear which is dense on disk.
     """
     import transformers
@@ -52,10 +55,13 @@ def load_model(
     if compressed:
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=False)
     # compressed-tensors draws bars of its own, which nothing but their stream can turn off.
+    model_class = getattr(transformers, source.family.model_class)
+    if quantization and source.family.has_experts:
+        model_class = linearized(model_class)
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()), _folder(source, repair and compressed) as folder:
         warnings.filterwarnings("ignore", "You passed `quantization_config`")  # to say how, not what, to load
         try:
-            model, report = getattr(transformers, source.family.model_class).from_pretrained(
+            model, report = model_class.from_pretrained(
                 folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
             )
             if compressed:
@@ -70,7 +76,7 @@ def load_model(
             raise OnPTQError(
                 f"{source.folder}: {source.family.model_class} reports {len(gaps)} {kind.replace('_', ' ')}: {gaps[:5]}"
             )
-    loaded: nn.Module = model.to(device).eval().requires_grad_(False)
+    loaded: nn.Module = linearize(model).to(device).eval().requires_grad_(False)
     if not quantization:
         _check_finite(source, loaded)
     return loaded

@@ -250,30 +250,34 @@ CACHES: Mapping[str, str | None] = {  # None: nothing there is known to take it
     CPU_AMX: _TAKEN,
 }
 NO_CACHE = "FlashAttention and Triton take no KV cache in E4M3 there; FlashInfer was not read"
+_CPU_EXPERTS = "int4 x int8 experts are for CPUs alone"
 
 # Group sizes each kernel lists, beside one scale per row. The CPU's kernel takes any even size.
 GROUPS = {"Marlin": (32, 64, 128), "Machete": (64, 128)}
 ZERO_POINT_BITS = {"Marlin": (4,), "Machete": (4, 8), "CPUWNA16": (4,)}
 
 
-def serving(scheme: Scheme) -> list[Served]:
-    """Every way that is known to load a checkpoint of the scheme as OnPTQ writes it, transformers first."""
+def serving(scheme: Scheme, experts: bool = False) -> list[Served]:
+    """Every way that is known to load a checkpoint of the scheme as OnPTQ writes it, transformers first.
+
+    `experts`: of a model that has some."""
     parts = [one for one in scheme.parts if one != UNQUANTIZED]
     if any(one.simulated for one in parts):
-        return [_simulation(), _unserved(scheme)]
+        return [_simulation(experts), _unserved(scheme)]
     if len(parts) > 1:
-        rows = tuple(_together([serving(one)[1:] for one in parts]))
-        return [_simulation(), *(map(_cached, rows) if scheme.quantizes_cache else rows)]
-    rows = TABLE[scheme.kind]
-    rows = tuple(_fitted(row, scheme.of_linears) for row in rows)
-    return [_simulation(), *(map(_cached, rows) if scheme.quantizes_cache else rows)]
+        rows = list(_together([serving(one, experts)[1:] for one in parts]))
+    else:
+        rows = [_fitted(row, scheme.of_linears) for row in TABLE[scheme.kind]]
+        rows = [_of_experts(row, scheme) for row in rows] if experts else rows
+    return [_simulation(experts), *(map(_cached, rows) if scheme.quantizes_cache else rows)]
 
 
-def recommended(scheme: Scheme) -> Served | None:
+def recommended(scheme: Scheme, experts: bool = False) -> Served | None:
     """The best known way to serve the scheme with vLLM on a recent GPU; None where only a simulation exists."""
     if scheme.simulated:
         return None
-    rows = [row for gpu in (HOPPER, BLACKWELL) for row in serving(scheme) if (row.server, row.hardware) == (VLLM, gpu)]
+    every = serving(scheme, experts)
+    rows = [row for gpu in (HOPPER, BLACKWELL) for row in every if (row.server, row.hardware) == (VLLM, gpu)]
     return next((row for row in rows if row.verdict == "serves"), rows[0])
 
 
@@ -281,9 +285,23 @@ def serve_command(folder: str, switch: str | None) -> str:
     return " ".join(("vllm serve", folder, *((switch,) if switch else ())))
 
 
-def _simulation() -> Served:
+def _simulation(experts: bool) -> Served:
     note = "exact, with compressed-tensors installed; no faster and no smaller in memory than the source"
+    if experts:
+        note = (
+            "exact by OnPTQ's loader, as the model card shows; by itself it wants the experts of a layer in one tensor"
+        )
     return Served(TRANSFORMERS, "any", "simulates", None, "rounded values, unpacked", "run", note=note)
+
+
+def _of_experts(row: Served, scheme: Scheme) -> Served:
+    """A row of a dense model, for one with experts: vLLM has other kernels for these, and nothing of it was run."""
+    if scheme.kind == "W4A8" and row.hardware not in (CPU, CPU_AMX):
+        return replace(row, verdict="refuses", kernel=None, computes="nothing", evidence="read", note=_CPU_EXPERTS)
+    if row.verdict == "refuses":
+        return row
+    note = "; ".join(part for part in (row.note, "experts have kernels of their own, which were not run") if part)
+    return replace(row, evidence="read", note=note)
 
 
 def _unserved(scheme: Scheme) -> Served:

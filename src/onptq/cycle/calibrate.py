@@ -173,7 +173,7 @@ def calibrate(
         scale = len(items) / len(batches[step])
         sums = batch_budget.fit(partial(_accumulate, policy, chosen, scale, targets, energy, cfg, update))
         require_finite_loss(_figures(sums, cfg), policy, [item.sequence for item in chosen], step + 1)
-        ranks.sum_([*update.gradients(ranks), *sums.named().values()])
+        ranks.sum_([*update.gradients(), *sums.named().values()])
         terms = _figures(sums, cfg)
         gradient = update(step, progress.rate)
         record = {"step": step + 1, **terms, "gradient": gradient}
@@ -293,10 +293,10 @@ class _Update:
         self.theta.project_(self.origin)
         return float(norm)
 
-    def gradients(self, ranks: Ranks) -> list[Tensor]:
-        """The gradients of all parameters. A rank without prompts has none of its own: they are zero."""
+    def gradients(self) -> list[Tensor]:
+        """The gradients of all parameters: zero of experts without tokens, and of all on a rank without prompts."""
         for parameter in self.learned:
-            if parameter.grad is None and ranks.size > 1:
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in self.learned if parameter.grad is not None]
 

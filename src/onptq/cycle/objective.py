@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import overload
 
 import numpy as np
@@ -19,6 +20,7 @@ from onptq.cycle.divergence import kl_divergence
 from onptq.engine.prefixes import whole_prompts
 from onptq.engine.prompts import EncodedPrompts
 from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.experts import OWN, observing_routes
 from onptq.quantizer.policy import Policy
 from onptq.ranks import ALONE, Ranks
 from onptq.registry import LOSS_TERMS
@@ -171,6 +173,7 @@ class Targets:
     def __init__(self, policy: Policy, budget: int | None) -> None:
         self.policy, self.budget, self.used = policy, budget, 0
         self._kept: dict[tuple[int, int], Tensor] = {}
+        self._routes: dict[tuple[int, int], dict[int, Tensor]] = {}
 
     @torch.no_grad()
     def of(self, sequence: EncodedPrompt) -> Tensor:
@@ -178,7 +181,10 @@ class Targets:
         target = self._kept.get(key)
         if target is None:
             blocks: list[Tensor] = []
-            with self.policy.speaking("D"):
+            routes = self._routes[key] = {}
+            layers = [block.module for block in self.policy.structure.blocks]
+            follow = partial(_keep_route, routes)
+            with self.policy.speaking("D"), observing_routes(layers, follow):
                 self.policy.run(
                     whole_prompts(PromptBatch.of([sequence])), observe=lambda _, hidden: blocks.append(hidden[0])
                 )
@@ -187,6 +193,30 @@ class Targets:
                 self._kept[key] = target
                 self.used += target.nbytes
         return target
+
+    def routes(self, sequence: EncodedPrompt) -> Mapping[int, Tensor]:
+        """The experts [S, k] to which D's routers send the tokens of a sequence whose target is known, by block."""
+        return self._routes[sequence.ordinal, sequence.length]
+
+
+def _keep_route(routes: dict[int, Tensor], block: int, index: Tensor) -> None:
+    routes[block] = index.short()
+
+
+def _routes(targets: Targets, items: Sequence[UpdateSequence]) -> dict[int, Tensor]:
+    """The experts [B, S, k] of the anchor's tokens, by block, as D chooses them; those of all other tokens are Q's own."""
+    each = [targets.routes(item.sequence) for item in items]
+    return {
+        block: torch.nn.utils.rnn.pad_sequence(
+            [
+                torch.where(item.anchor[:, None] > 0, routes[block], OWN)
+                for item, routes in zip(items, each, strict=True)
+            ],
+            batch_first=True,
+            padding_value=OWN,
+        )
+        for block in each[0]
+    }
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -240,7 +270,8 @@ def measure(
         hidden = hidden + (error[rows, at] * weight).sum() / policy.blocks
 
     with policy.speaking("Q"):
-        final = policy.run(whole_prompts(batch), observe=observe, checkpointed=checkpointed)
+        tokens = replace(whole_prompts(batch), routes=_routes(targets, items))
+        final = policy.run(tokens, observe=observe, checkpointed=checkpointed)
     final_dense = torch.cat([blocks[-1][item.at] for blocks, item in zip(dense, items, strict=True)])
     pair, response = _decision_terms(policy, items, final_dense, final[rows, at])
     sums = {name: _added_term(policy, items, final_dense, final[rows, at], LOSS_TERMS[name]) for name in added}

@@ -73,8 +73,10 @@ class Decoding:
 
 def replays(policy: LanguageModel, limit: int) -> bool:
     """Whether steps are recorded: a replayed step reads all slots, any other only those that are written. Blocks that are
-    sharded become whole by what the processes agree upon, which no GPU can replay."""
-    return policy.device.type == "cuda" and limit > WARM_UP + MIN_REPLAYS and policy.sharded is None
+    sharded become whole by what the processes agree upon, and experts are chosen anew in every step: no GPU can replay
+    that."""
+    routed = policy.structure.routed
+    return policy.device.type == "cuda" and limit > WARM_UP + MIN_REPLAYS and policy.sharded is None and not routed
 
 
 def _recorded(step: Callable[[], None]) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from onptq.bank import States, Trajectory
 from onptq.engine.memory import free_memory
 from onptq.engine.prefixes import whole_prompts
 from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.structure import EXPERTS
 from onptq.quantizer.modules import QuantLinear
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
@@ -72,14 +74,25 @@ def margin_losses(
     chosen = candidates.take(np.flatnonzero(np.isin(candidates.prompt, worst)))
     count = max(1, len(chosen))
     linears = [module for module in policy.wrapped if isinstance(module, QuantLinear)]
-    shares = tuple((one.block.index, one.name, total.get(one.path, 0.0) / count) for one in linears)
-    return MarginLosses(len(chosen), float((chosen.margin_dense - chosen.margin_quant).sum()) / count, shares)
+    shares: dict[tuple[int, str], float] = {}
+    for one in linears:
+        place = one.block.index, one.name.rpartition(".")[2]  # those of all experts are one
+        shares[place] = shares.get(place, 0.0) + total.get(one.path, 0.0) / count
+    lost = float((chosen.margin_dense - chosen.margin_quant).sum()) / count
+    return MarginLosses(len(chosen), lost, tuple((*place, share) for place, share in shares.items()))
 
 
 def _bytes_per_token(policy: Policy) -> int:
     """The memory that a forward pass with gradients holds for one token."""
-    linears = (module.weight for module in policy.wrapped if isinstance(module, QuantLinear))
-    return sum(KEPT * sum(weight.shape) * weight.element_size() for weight in linears)
+    linears = [module for module in policy.wrapped if isinstance(module, QuantLinear)]
+    chosen: int = getattr(policy.structure.decoder.config, "num_experts_per_tok", 0)  # type: ignore[union-attr]
+
+    def share(module: QuantLinear) -> float:
+        routed = module.block.experts is not None and module.name.startswith(EXPERTS)
+        return chosen / len(module.block.experts or ()) if routed else 1.0
+
+    kept = (share(one) * sum(one.weight.shape) * one.weight.element_size() for one in linears)
+    return ceil(KEPT * sum(kept))
 
 
 def _losses(

@@ -44,6 +44,7 @@ from onptq.evaluate.store import (
 from onptq.evaluate.summary import Report, summarize
 from onptq.evaluate.tasks import Item, check_items, items_digest
 from onptq.files import atomically, file_sha256, to_json
+from onptq.methods.experts import check_method
 from onptq.progress import QuietReporter, Reporter
 from onptq.recipe import Recipe
 from onptq.run import INIT, Run
@@ -117,7 +118,7 @@ def compare_models(
 
 
 def _check_schemes(candidates: Sequence[Candidate], source: Source) -> None:
-    """Refuse schemes that do not fit the model, before it is loaded."""
+    """Refuse schemes and methods that do not fit the model, before it is loaded."""
     schemes = {one.scheme for one in candidates if not isinstance(one, CheckpointCandidate)}
     if schemes:
         family = source.family
@@ -125,6 +126,9 @@ def _check_schemes(candidates: Sequence[Candidate], source: Source) -> None:
         checkpoint, decoder = check_exportable(source.folder, excluded, family.linears)
         for scheme in schemes:
             check_groups(checkpoint, decoder, scheme)
+        for one in candidates:
+            if isinstance(one, MethodCandidate):
+                check_method(one.recipe.init, family)
 
 
 def _bank_candidates(candidates: Sequence[Candidate], recipe: Recipe) -> dict[str, MethodCandidate]:

@@ -13,7 +13,7 @@ from onptq.engine.rollout import rollouts
 from onptq.methods.layerwise import RESPONSE_TOKENS, Stream, answered_sequences, observing, open_streams
 from onptq.models.caching import Change, change_cached
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.structure import Block
+from onptq.models.structure import EXPERTS, Block
 from onptq.quantizer.caches import cache_scale
 from onptq.quantizer.numerics import fitting_scale
 from onptq.quantizer.policy import Policy
@@ -35,10 +35,15 @@ def fitting_inputs(policy: Policy, theta: Theta, prompts: Sequence[EncodedPrompt
     for block, stream in _own_streams(policy, theta, prompts):
 
         def observe(block: Block, pair: str, x: Tensor, real: Tensor = stream.real) -> None:
-            _grow(largest, pair_key(block, pair), x[real])
+            _grow(largest, pair_key(block, pair), x[real] if x.shape[:-1] == real.shape else x)
 
         with observing([block], observe):
             stream.advance(block)
+    for block in policy.structure.blocks:
+        experts = [pair_key(block, pair) for pair in block.pairs if pair.startswith(EXPERTS)]
+        if experts:  # one without tokens may meet any that the others do
+            widest = torch.stack([largest[key] for key in experts if key in largest]).amax(0)
+            largest.update({key: widest for key in experts if key not in largest})
     return {key: fitting_scale(absmax) for key, absmax in largest.items()}
 
 

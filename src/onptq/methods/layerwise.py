@@ -17,6 +17,7 @@ from onptq.errors import OnPTQError
 from onptq.models.attention import trusted_attention
 from onptq.models.decoder import layer_masks
 from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.experts import observing_routes, routed
 from onptq.models.family import TEXT
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
@@ -78,7 +79,7 @@ def observing(
         return lambda module, args: observe(block, pair, args[0])
 
     hooks = [
-        block.child(block.consumers(pair)[0]).register_forward_pre_hook(hook(block, pair))
+        block.reading(pair).register_forward_pre_hook(hook(block, pair))
         for block in blocks
         for pair in block.pairs
         if pairs is None or pair in pairs
@@ -101,10 +102,11 @@ class Stream:
         self._masks = layer_masks(policy.structure, tokens)
         self._rotary = policy.structure.rotary(batch.embeds, batch.positions)
         self.hidden = batch.embeds
+        self.routes: dict[int, Tensor] = {}  # of blocks with experts, the ones [B, S, k] that the router is to take
 
     def run(self, block: Block) -> Tensor:
         """The input of the next block [B, S, d], DeepStack's features included. `hidden` does not change."""
-        with trusted_attention():
+        with trusted_attention(), routed(block.module, self.routes.get(block.index)):
             out: Tensor = block.module(self.hidden, **self._around(block))
         return out + self.deepstack[block.index] if block.index < len(self.deepstack) else out
 
@@ -121,6 +123,13 @@ class Stream:
     def advance(self, block: Block) -> None:
         """Run the block and go on to the next one."""
         self.hidden = self.run(block)
+
+    def led(self, dense: Stream, block: Block) -> None:
+        """Run the block of the dense stream and go on there; the router of this stream is to decide as that one does."""
+        routes: dict[int, Tensor] = {}
+        with observing_routes([block.module], routes.__setitem__):
+            dense.advance(block)
+        self.routes = {block.index: routes[0].view(*dense.hidden.shape[:2], -1)} if routes else {}
 
     def unit(self, block: Block, pair: str, x: Tensor) -> Tensor:
         """The output that a pair's error is measured on: of the attention for q/k/v, of the MLP for gate/up, of the linear

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from onptq.bank import Trajectory
 from onptq.engine.prefixes import whole_prompts
+from onptq.methods.experts import ROUTES, read_by, read_by_experts
 from onptq.methods.layerwise import answered_sequences, observing
 from onptq.methods.linears import by_query_head, dense_weight, quantized_input, rounded_weight
 from onptq.methods.resume import BlockStore, keep, restore, restore_all
 from onptq.methods.smoothquant import FLOOR, migrated, weight_maxima
 from onptq.models.encoding import EncodedPrompt, PromptBatch
-from onptq.models.structure import Block
+from onptq.models.experts import observing_routes
+from onptq.models.structure import EXPERTS, Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Free, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import smoothed, to_groups
@@ -28,6 +30,7 @@ STRENGTHS = tuple(n / 10 for n in range(1, 10))  # alpha of s = amax(x)^alpha / 
 RATIOS = tuple(1 - n / 20 for n in range(1, 11))  # 0.95 down to 0.5
 VALID = {"E4M3": tuple(n / 16 for n in range(24, 7, -1)), "E8M0": (2.0, 1.0, 0.5)}  # reach every number in that range
 SAMPLE_TOKENS = 1024
+ROUTED_TOKENS = 4096  # the same where each expert reads a share of them
 LEAST_TOKENS = 8  # of a sampled sequence: fewer would be its first tokens, whose activations are unlike all others
 
 
@@ -66,31 +69,39 @@ def search_on(
 
 
 def _fit(policy: Policy, theta: Theta, block: Block, inputs: dict[str, Tensor]) -> None:
-    """Search one block's smoothing and ratios, in place."""
-    for pair in block.producers:
+    """Search one block's smoothing and ratios, in place. Experts that read too few tokens keep theirs."""
+    inputs = read_by_experts(block, inputs)
+    for pair in (pair for pair in block.producers if pair in inputs):
         theta.smoothing[pair_key(block, pair)] = _best_smoothing(policy, theta, block, pair, inputs)
     for pair in block.pairs:
         for name in block.consumers(pair):
-            theta.linears[block.path(name)] = Free(_best_ratio(policy, theta, block, name, inputs))
+            if (x := read_by(block, name, inputs)) is not None:
+                theta.linears[block.path(name)] = Free(_best_ratio(policy, theta, block, name, x))
 
 
 def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[int, dict[str, Tensor]]:
-    """Inputs of each pair's consumers under D, at tokens spread evenly over sequences: block -> pair -> [n, I].
+    """Inputs of each pair's consumers under D, at tokens spread evenly over sequences: block -> pair -> [n, I]. With experts,
+    instead of theirs the ROUTES of what all of them could read.
 
     Of so many sequences that each would give too few tokens, some are taken, spread evenly as well.
     """
-    count = min(len(sequences), max(1, SAMPLE_TOKENS // LEAST_TOKENS))
+    blocks = policy.structure.blocks
+    tokens = ROUTED_TOKENS if policy.structure.routed else SAMPLE_TOKENS
+    count = min(len(sequences), max(1, tokens // LEAST_TOKENS))
     sequences = [sequences[index] for index in torch.linspace(0, len(sequences) - 1, count).round().int().tolist()]
-    share = max(1, SAMPLE_TOKENS // count)
-    inputs: dict[int, dict[str, list[Tensor]]] = {
-        block.index: {pair: [] for pair in block.pairs} for block in policy.structure.blocks
-    }
+    share = max(1, tokens // count)
+    inputs: dict[int, dict[str, list[Tensor]]] = {block.index: {} for block in blocks}
     sampled = torch.zeros(0, dtype=torch.long)
 
     def observe(block: Block, pair: str, x: Tensor) -> None:
-        inputs[block.index][pair].append(x[0, sampled])
+        if not pair.startswith(EXPERTS):
+            inputs[block.index].setdefault(pair, []).append(x.flatten(0, -2)[sampled])
 
-    with observing(policy.structure.blocks, observe), policy.speaking("D"):
+    def follow(place: int, index: Tensor) -> None:
+        inputs[blocks[place].index].setdefault(ROUTES, []).append(index[sampled])
+
+    routes = observing_routes([block.module for block in blocks], follow)
+    with observing(blocks, observe), routes, policy.speaking("D"):
         for sequence in sequences:
             sampled = torch.linspace(0, sequence.length - 1, min(share, sequence.length), device=policy.device).long()
             policy.run(whole_prompts(PromptBatch.of([sequence])))
@@ -98,28 +109,34 @@ def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[in
 
 
 def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, inputs: dict[str, Tensor]) -> Tensor:
-    """log s, of no smoothing and every strength, with the least relative output error summed over the consumers."""
-    key, consumers, x = pair_key(block, pair), block.consumers(pair), inputs[pair]
-    outputs = {name: x @ dense_weight(block, name).T for name in consumers}
+    """log s, of no smoothing and every strength, with the least relative output error summed over the consumers, each by its
+    share of the tokens."""
+    key, x, scheme = pair_key(block, pair), inputs[pair], policy.scheme_of(block, pair)
+    read = {name: own for name in block.consumers(pair) if (own := read_by(block, name, inputs)) is not None}
+    outputs = {name: own @ dense_weight(block, name).T for name, own in read.items()}
     x_max = by_query_head(x.abs().amax(0).float(), block, pair).amax(0)
     w_max = weight_maxima(block, pair)
     best, least = theta.smoothing[key], torch.inf
     for strength in (None, *STRENGTHS):
         u = torch.zeros_like(best) if strength is None else migrated(x_max, w_max, strength)
         theta.smoothing[key] = u
-        x_q = quantized_input(policy.scheme_of(block, pair), log_scales_in(theta, block, consumers[0]), x)
         error = 0.0
         for name, out in outputs.items():
-            weight = rounded_weight(policy, theta, block, name, log_scales_in(theta, block, name))
-            error += float((x_q @ weight.T - out).float().square().sum() / out.float().square().sum().clamp(min=FLOOR))
+            log_in = log_scales_in(theta, block, name)
+            x_q, weight = (
+                quantized_input(scheme, log_in, read[name]),
+                rounded_weight(policy, theta, block, name, log_in),
+            )
+            relative = (x_q @ weight.T - out).float().square().sum() / out.float().square().sum().clamp(min=FLOOR)
+            error += float(relative) * (len(out) / len(x))
         if error < least:
             best, least = u, error
     return best
 
 
-def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, inputs: dict[str, Tensor]) -> Tensor:
+def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor) -> Tensor:
     """The log ratio of least output error for each row; all groups of a row share it."""
-    path, x = block.path(name), inputs[block.pair_into(name)]
+    path = block.path(name)
     scheme = policy.scheme.of(path)
     if not scheme.quantizes_weights:
         return theta.linears[path].ratio

@@ -70,8 +70,8 @@ def signround_on(
         policy.attach(theta)
         for block in policy.gathered_blocks():
             with policy.speaking("D"):
-                for stream in dense:
-                    stream.advance(block)
+                for stream, led in zip(dense, quantized, strict=True):
+                    led.led(stream, block)
             with policy.speaking("Q"):
                 if not restore(store, theta, block):
                     targets = [stream.hidden for stream in dense]
@@ -139,9 +139,11 @@ class _Learner:
         for parameter in learned:
             parameter.requires_grad_()
         with torch.enable_grad():
-            gradients = torch.autograd.grad(self._error(index), learned)
+            gradients = torch.autograd.grad(self._error(index), learned, allow_unused=True)
         for parameter, gradient, bounds in zip(learned, gradients, self.ranges, strict=True):
-            signed_step(parameter.requires_grad_(False), gradient, rate, *bounds)
+            parameter.requires_grad_(False)
+            if gradient is not None:  # of an expert without tokens
+                signed_step(parameter, gradient, rate, *bounds)
 
     def _consider(self) -> None:
         """Remember the block's part of theta if its error over all prompts is the least so far."""

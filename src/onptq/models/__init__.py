@@ -19,7 +19,11 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     for name in FAMILIES:
         family: Family = FAMILIES[name]
         if model_type in family.model_types:
-            return family
+            if not family.sparse:
+                return family
+            from onptq.models.derived import with_linears
+
+            return with_linears(family, config)
         supported += family.model_types
     why = "it names no class"
     if isinstance(model_type, str):

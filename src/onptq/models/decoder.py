@@ -6,10 +6,10 @@ from which slots are real, so neither padding nor a model's remembered rope offs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onptq.models.attention import grouped_mask, in_groups, trusted_attention, wants_groups
+from onptq.models.experts import routed
 from onptq.models.masks import same_run
 from onptq.models.recurrent import RecurrentStates
 from onptq.models.sharding import ShardedBlocks, recomputed
@@ -172,6 +173,7 @@ class Tokens:
     mask: Tensor | None  # [B, 1, S, K], True where a query sees a key; None: each slot itself and all before it
     deepstack: Sequence[Tensor] = ()  # features [B, S, d] that DeepStack adds after the first blocks
     runs: Tensor | None = None  # [types, B, S] of whole prompts: tokens that see one another both ways
+    routes: Mapping[int, Tensor] = field(default_factory=dict)  # experts [B, S, k] by block, where no router decides
 
 
 def layer_masks(structure: Structure, tokens: Tokens, cache: Cache | None = None) -> dict[str, Tensor | None]:
@@ -228,7 +230,8 @@ def run_blocks(
     def step(block: Block, hidden: Tensor) -> Tensor:
         mask = masks[block.layer_type]
         arguments = structure.arguments(block, tokens.positions, mask, rotary, cache)
-        with trusted_attention(), in_groups(block.module) if mask is not None and grouped else nullcontext():
+        grouping = in_groups(block.module) if mask is not None and grouped else nullcontext()
+        with trusted_attention(), grouping, routed(block.module, tokens.routes.get(block.index)):
             out: Tensor = block.module(hidden, **arguments)
         return out
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from inspect import signature
 from typing import Any
@@ -23,7 +23,7 @@ AUTO_CLASSES = (  # of transformers, each a mapping from model_type to the class
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
 )
 ARGUMENTS = {"image": "pixel_values", "audio": "input_features"}  # of a forward that takes such media
-CUT_AS_QWEN = ("qwen3_5",)  # model types whose images are prepared as the registered Qwen families' are
+CUT_AS_QWEN = ("qwen3_5", "qwen3_5_moe")  # model types whose images are prepared as the registered Qwen families' are
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layers", "depth", "encoder_layers")
 LAYERS = 1000  # that a model may have: more would take for ever to build
 TRIED_TOKENS = 2
@@ -69,6 +69,12 @@ def derive_family(config: Mapping[str, Any], names: Collection[str] = ()) -> Fam
     )
 
 
+def with_linears(family: Family, config: Mapping[str, Any]) -> Family:
+    """A registered family whose layers hold experts, with the linears that its class has under this config."""
+    built = _built(json.dumps(_dense(config), sort_keys=True), family.model_class)
+    return replace(family, linears=built.linears, followers=built.followers)
+
+
 @dataclass(frozen=True)
 class _Built:
     """What a class on the meta device says: its name, the parts beside its decoder, its linears, and what it takes."""
@@ -81,15 +87,16 @@ class _Built:
 
 
 @lru_cache(maxsize=16)
-def _built(config_json: str) -> _Built:
+def _built(config_json: str, name: str | None = None) -> _Built:
     import torch
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from onptq.models.experts import linearize
     from onptq.models.structure import LINEARS, find_structure, place
 
     config = json.loads(config_json)
-    name = model_class(config["model_type"])
+    name = name or model_class(config["model_type"])
     if name is None:
         raise OnPTQError(f"transformers has no class of model_type {config['model_type']!r} that writes text")
     if (deep := max(_depths(config), default=0)) > LAYERS:
@@ -99,7 +106,7 @@ def _built(config_json: str) -> _Built:
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(config)
         settings._attn_implementation = "sdpa"
         with torch.device("meta"):
-            model = getattr(transformers, name)(settings)
+            model = linearize(getattr(transformers, name)(settings))
     except Exception as error:  # damaged configs, classes that want other packages or another attention raise anything
         parts = "".join(f"; {part}" for part in _parts(config))
         raise OnPTQError(f"{name} cannot be built from config.json: {type(error).__name__}: {error}{parts}") from error

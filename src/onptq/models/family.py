@@ -46,6 +46,7 @@ class Family:
     other_models: tuple[str, ...] = ()  # on-disk prefixes of other models in the same checkpoint, copied as they are
     linears: tuple[str, ...] = ()  # of its decoder, by name relative to it; empty: the usual seven of every layer
     followers: tuple[str, ...] = ()  # matrices beside them that stay 16-bit, by name within a layer
+    sparse: bool = False  # whether layers hold experts: config.json says how many, and so which linears there are
     derived: bool = False  # whether it was found by structure rather than registered
     by_processor: tuple[str, ...] = ()  # media that the checkpoint's own AutoProcessor prepares: image, audio
 
@@ -53,6 +54,10 @@ class Family:
     def modalities(self) -> frozenset[str]:
         present = {"text": True, "image": self.image is not None, "audio": self.audio is not None}
         return frozenset(name for name, has in present.items() if has or name in self.by_processor)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(".experts." in name for name in self.linears)
 
     @property
     def ignore(self) -> tuple[str, ...]:

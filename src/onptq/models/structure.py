@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from onptq.errors import OnPTQError
+from onptq.models.experts import Experts, experts_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -32,6 +33,7 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 RECURRENT = "linear_attention"
 POSITIONS, SHARED = "position_ids", "shared_kv_states"  # arguments that some attentions require
 BEFORE_MLP = "pre_feedforward_layernorm"
+EXPERTS, UP_DOWN = "mlp.experts.", "up_down"  # how an expert's names begin, and how that of its pair ends
 PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
 IN_ORDER = ("norm_qkv", "v_o", "norm_gate_up", "up_down")  # as a block runs them
 READERS = {pair: PAIRS[pair][1] for pair in IN_ORDER}
@@ -101,6 +103,20 @@ class Block:
         """The pair that a linear or a follower reads."""
         return self._into[name]
 
+    @property
+    def experts(self) -> Experts | None:
+        """The experts beside which a router decides; None in a dense block."""
+        return experts_of(self.module)
+
+    def reading(self, pair: str) -> nn.Module:
+        """A module whose input is what a pair's consumers read, all tokens of it."""
+        routed = self.experts is not None and pair == "norm_gate_up"
+        return self.module.get_submodule("mlp") if routed else self.child(self.consumers(pair)[0])
+
+    @cached_property
+    def _out_of(self) -> dict[str, str]:
+        return {name: pair for pair, name in reversed(list(self.producers.items()))}  # of two the first
+
     @cached_property
     def _into(self) -> dict[str, str]:
         return {name: pair for pair in self.readers for name in (*self.consumers(pair), *self.followers(pair))}
@@ -114,7 +130,7 @@ class Block:
 
     def pair_out_of(self, producer: str) -> str | None:
         """The pair whose smoothing divides what a norm or linear emits; None where nothing is divided."""
-        return next((pair for pair, name in self.producers.items() if name == producer), None)
+        return self._out_of.get(producer)
 
     @property
     def groups(self) -> int:
@@ -153,6 +169,11 @@ class Structure:
     def types(self) -> tuple[str, ...]:
         """The layer types that it has."""
         return tuple(dict.fromkeys(block.layer_type for block in self.blocks))
+
+    @property
+    def routed(self) -> bool:
+        """Whether tokens go to experts that only the values decide."""
+        return any(block.experts is not None for block in self.blocks)
 
     @property
     def recurrent(self) -> bool:
@@ -243,7 +264,9 @@ def _is_block(layer: nn.Module, linears: type[nn.Module]) -> bool:
 
 
 def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
-    """The linears that a layer should have and has neither alone nor fused; values may be keys (Gemma 4's v_proj is None)."""
+    """The linears that a layer should have and has neither alone nor fused; values may be keys (Gemma 4's v_proj is None).
+
+    Experts have theirs in place of an MLP's."""
 
     def has(name: str) -> bool:
         parent, child = PLACES[name]
@@ -255,6 +278,8 @@ def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
         missing = [name for name in missing if name not in PAIRS["norm_qkv"][1]]
     if has(GATE_UP):
         missing = [name for name in missing if name not in PAIRS["norm_gate_up"][1]]
+    if experts_of(layer) is not None:
+        missing = [name for name in missing if name not in MLP]
     if missing == ["v_proj"] and getattr(getattr(layer, "self_attn", None), "v_proj", layer) is None:
         missing = []
     return [place(name) for name in missing]
@@ -266,10 +291,44 @@ def _readers(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
     def has(name: str) -> bool:
         return getattr(getattr(layer, PLACES[name][0]), name, None) is not None
 
-    if hasattr(layer, "linear_attn"):
-        return DELTA_NET_READERS
     fused = {"norm_qkv": (QKV,), "norm_gate_up": (GATE_UP,)}
-    return {pair: tuple(filter(has, (*READERS[pair], *fused.get(pair, ())))) for pair in IN_ORDER}
+    if hasattr(layer, "linear_attn"):
+        readers = dict(DELTA_NET_READERS)
+    else:
+        readers = {pair: tuple(filter(has, (*READERS[pair], *fused.get(pair, ())))) for pair in IN_ORDER}
+    if parts := _parts(layer):
+        readers["norm_gate_up"] = tuple(f"{part}.{name}" for part in parts for name in READERS["norm_gate_up"])
+        del readers["up_down"]
+        readers |= {f"{part}.{UP_DOWN}": (f"{part}.down_proj",) for part in parts}
+    return readers
+
+
+def _parts(layer: nn.Module) -> tuple[str, ...]:
+    """The gated MLPs side by side in a layer with experts, what all tokens share first; none in a dense layer."""
+    experts = experts_of(layer)
+    if experts is None:
+        return ()
+    beside = layer.mlp.named_children()  # type: ignore[union-attr, operator]
+    shared = [f"mlp.{name}" for name, child in beside if all(hasattr(child, linear) for linear in MLP)]
+    return (*shared, *(f"{EXPERTS}{index}" for index in range(len(experts))))
+
+
+def _following(layer: nn.Module) -> dict[str, tuple[str, ...]]:
+    """What reads a norm beside the linears and stays 16-bit: a router, the gate of what all tokens share."""
+    if experts_of(layer) is None:
+        return {}
+    parts, following = _parts(layer), []
+    for name, child in layer.mlp.named_children():  # type: ignore[union-attr, operator]
+        parameters = dict(child.named_parameters())
+        if isinstance(child, Experts) or f"mlp.{name}" in parts or not parameters:
+            continue
+        if set(parameters) != {"weight"} or parameters["weight"].dim() != 2:
+            raise OnPTQError(
+                f"{type(layer).__name__}: mlp.{name} ({type(child).__name__}) beside the experts has "
+                f"{', '.join(parameters)}; expected one matrix called weight"
+            )
+        following.append(f"mlp.{name}")
+    return {"norm_gate_up": tuple(following)}
 
 
 def _blocks(decoder: nn.Module) -> Iterator[Block]:
@@ -301,6 +360,7 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
             (window or config.sliding_window) if layer_type == SLIDING else None,
             config.attention_chunk_size if layer_type == CHUNKED else None,
             frozenset(name for name in (POSITIONS, SHARED) if _requires(attention, name)),
+            _following(layer),
         )
 
 
@@ -312,10 +372,10 @@ def _delta_net(index: int, layer: nn.Module) -> Block:
         net.num_v_heads,
         1,
         net.head_v_dim,
-        PRODUCERS | {"v_o": GATED_NORM},
+        _of_parts(layer, PRODUCERS | {"v_o": GATED_NORM}),
         _readers(layer),
         RECURRENT,
-        following=DELTA_NET_FOLLOWING,
+        following=DELTA_NET_FOLLOWING | _following(layer),
     )
 
 
@@ -336,7 +396,14 @@ def _producers(layer: nn.Module) -> Mapping[str, str]:
         del producers["v_o"]
     if GATE_UP in present:
         producers["up_down"] = GATE_UP
-    return producers
+    return _of_parts(layer, producers)
+
+
+def _of_parts(layer: nn.Module, producers: dict[str, str]) -> dict[str, str]:
+    """The producers with a pair for each gated MLP of a layer with experts."""
+    parts = _parts(layer)
+    kept = {pair: name for pair, name in producers.items() if not parts or pair != "up_down"}
+    return kept | {f"{part}.{UP_DOWN}": f"{part}.up_proj" for part in parts}
 
 
 def _heads(attention: Any, name: str, features: str) -> int:

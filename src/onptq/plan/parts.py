@@ -46,13 +46,15 @@ class Shapes:
     attending: int  # blocks with keys and values
     recurrent: int  # numbers in the recurrent states of all blocks, of one sequence
     hidden: int  # width
-    ffn: int  # width
+    ffn: int  # width; of a layer with experts that of all a token goes to
     query: int  # width of all query heads together
     kv: int  # width of all key heads together
     head_dim: int  # width of one head
     vocabulary: int  # tokens
     linears: int  # of the whole decoder
     block: int  # linears of the largest block
+    active: int  # of these, what one token meets
+    modules: int  # how many linears that block has
     largest: int  # largest linear
     loaded: int  # everything the run loads; other models of the checkpoint are not
     vision: int
@@ -130,10 +132,9 @@ def _shapes(
     for name, weight in weights.items():
         first.setdefault(name.rpartition(".")[2], weight.shape)
     attending = sum(name.endswith(".o_proj") for name in weights)
-    blocks = [0] * decoder.layers
-    for name, weight in weights.items():
-        blocks[int(name.split(".")[1])] += weight.numel
     text, vision = text_config(config), thinker_config(config).get("vision_config") or {}
+    blocks = [_Block.of(index, weights, text) for index in range(decoder.layers)]
+    block = max(blocks, key=lambda one: one.linears)
     embeddings = checkpoint.tensors.get(f"{decoder.prefix}embed_tokens.weight")
     query = first["o_proj"][1]
     key, kernel = int(text.get("linear_key_head_dim") or 0), int(text.get("linear_conv_kernel_dim") or 0)
@@ -144,13 +145,15 @@ def _shapes(
         attending=attending,
         recurrent=(decoder.layers - attending) * state,
         hidden=first["o_proj"][0],
-        ffn=first["down_proj"][1],
+        ffn=max(one.ffn for one in blocks),
         query=query,
         kv=first["k_proj"][0] if "k_proj" in first else (first["qkv_proj"][0] - query) // 2,
         head_dim=int(text.get("head_dim") or query // int(text.get("num_attention_heads") or 1)),
         vocabulary=embeddings.shape[0] if embeddings else int(text.get("vocab_size", 0)),
-        linears=sum(blocks),
-        block=max(blocks),
+        linears=sum(one.linears for one in blocks),
+        block=block.linears,
+        active=block.active,
+        modules=block.modules,
         largest=max(weight.numel for weight in weights.values()),
         loaded=sum(count.values()) - count[OTHER_MODELS],
         vision=count[VISION],
@@ -159,6 +162,26 @@ def _shapes(
         deepstack=len(vision.get("deepstack_visual_indexes") or ()),
         patches=int(vision.get("spatial_merge_size", 2)) ** 2,
     )
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The sizes of one block."""
+
+    linears: int
+    active: int
+    modules: int
+    ffn: int
+
+    @classmethod
+    def of(cls, index: int, weights: Tensors, text: Mapping[str, Any]) -> _Block:
+        own = {name: weight for name, weight in weights.items() if name.startswith(f"layers.{index}.")}
+        routed = [name for name in own if ".experts." in name]
+        experts = len(routed) // 3
+        share = min(1.0, int(text.get("num_experts_per_tok") or 1) / experts) if experts else 0.0
+        counts = {name: weight.numel * (share if name in routed else 1) for name, weight in own.items()}
+        widths = (weight.shape[1] * counts[name] / weight.numel for name, weight in own.items() if "down_proj" in name)
+        return cls(sum(one.numel for one in own.values()), round(sum(counts.values())), len(own), round(sum(widths)))
 
 
 def _unmatched(checkpoint: Checkpoint, family: Family) -> Iterator[str]:

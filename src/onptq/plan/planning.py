@@ -22,6 +22,7 @@ from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts
 from onptq.data.prompts import Prompt
 from onptq.engine.budget import Held
 from onptq.errors import OnPTQError
+from onptq.methods.experts import check_method
 from onptq.models.processing import PromptProcessor, context_length
 from onptq.models.sharding import Layout
 from onptq.plan.estimate import Memory
@@ -156,6 +157,7 @@ def make_plan(
         parts = find_parts(source, scheme)
         unmatched = (f"the ignore pattern {pattern} matches no tensor" for pattern in parts.unmatched)
         plan = replace(plan, family=source.family.name, parts=parts, warnings=tuple(unmatched))
+        plan = replace(plan, serving=tuple(serving(scheme, source.family.has_experts)))
         _check(source, parts, recipe, out)
         if _served(recipe):
             server = vllm or Vllm.given()
@@ -206,6 +208,7 @@ def _check(source: Source, parts: Parts, recipe: Recipe, out: Path | None) -> No
     )
     check_groups(checkpoint, decoder, scheme)
     check_cached(checkpoint, scheme, source.family.other_models)
+    check_method(recipe.init, source.family)
     source.storage()
     if out is not None:
         check_apart(source.folder, out)

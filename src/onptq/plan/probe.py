@@ -42,9 +42,10 @@ def probe_rates(
         paces = list(_paces(policy, keep, settled))
         states = torch.randn(MANY, sizes.hidden, dtype=dtype, device=device)
         state = _shortest(lambda: _decide(policy, states), device) / MANY
-    larger = shapes.block / sum(parameter.numel() for parameter in policy.structure.blocks[0].module.parameters())
+    measured = sum(parameter.numel() for parameter in policy.structure.blocks[0].module.parameters())
+    larger = shapes.block / measured, shapes.active / measured  # what a forward reads, and what each token meets
     state *= shapes.vocabulary * shapes.hidden / (VOCABULARY * sizes.hidden)
-    dense, quantized, decoding, rounding, learning = (pace * larger for pace in paces)
+    dense, quantized, decoding, rounding, learning = (pace.scaled(*larger) for pace in paces)
     return Rates(dense, quantized, decoding, rounding, learning, state, slowdown)
 
 
@@ -98,7 +99,7 @@ class _Sizes:
 
 def _shrunk(shapes: Shapes, scheme: Scheme, largest: int) -> _Sizes:
     """The model's own sizes; those of a block with more parameters than `largest` all divided by one number."""
-    factor = min(1.0, sqrt(largest / shapes.block))
+    factor = min(1.0, sqrt(largest / shapes.active))
     kv_heads = max(1, round(shapes.kv // shapes.head_dim * factor))
     heads = shapes.query // shapes.kv * kv_heads
 

@@ -12,6 +12,7 @@ from onptq.engine.budget import Held
 from onptq.methods.layerwise import RESPONSE_TOKENS
 from onptq.methods.search import RATIOS, SAMPLE_TOKENS, STRENGTHS
 from onptq.models.sharding import Layout
+from onptq.models.structure import LINEARS
 from onptq.plan.machine import Gpu
 from onptq.plan.parts import Shapes
 from onptq.plan.work import Work
@@ -39,7 +40,10 @@ class Pace:
     token: float
 
     def __mul__(self, times: float) -> Pace:
-        return Pace(times * self.forward, times * self.token)
+        return self.scaled(times, times)
+
+    def scaled(self, forward: float, token: float) -> Pace:
+        return Pace(forward * self.forward, token * self.token)
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,17 @@ def datasheet_rates(gpu: Gpu, shapes: Shapes, keep: Held, layout: Layout = "whol
     flops, bandwidth = SHARE_OF_PEAK * gpu.bf16 * 1e12, gpu.bandwidth * 1e9
     read = 2 * shapes.block / bandwidth
     gathered = gathering(gpu, shapes, layout, gpus)
-    replayed = REPLAYED if layout == "whole" else STARTED
-    dense = Pace(STARTED + read + gathered, 2 * shapes.block / flops)
+    routed = shapes.active < shapes.block
+    started = STARTED * (shapes.modules / len(LINEARS) if routed else 1)  # experts one after another
+    replayed = started if routed or layout != "whole" else REPLAYED  # which experts is not known in advance
+    dense = Pace(started + read + gathered, 2 * shapes.active / flops)
     token = dense.token * (gpu.bf16 / gpu.int8 if keep == "integers" else 1)
     weights = read if keep in ("integers", "floats") else WEIGHT_PASSES * read
-    rounding = Pace(STARTED + WEIGHT_PASSES * read, dense.token) * LEARNING  # of a block that is whole already
+    rounding = Pace(started + WEIGHT_PASSES * read, dense.token) * LEARNING  # of a block that is whole already
     learning = Pace(rounding.forward + 2 * gathered, rounding.token)
     weights += gathered
     state = shapes.vocabulary * (2 * shapes.hidden / flops + LOGIT_PASSES * 4 / bandwidth)
-    return Rates(dense, Pace(STARTED + weights, token), Pace(replayed + weights, token), rounding, learning, state)
+    return Rates(dense, Pace(started + weights, token), Pace(replayed + weights, token), rounding, learning, state)
 
 
 @dataclass(frozen=True)

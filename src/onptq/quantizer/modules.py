@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from onptq.errors import OnPTQError
-from onptq.models.structure import Block
+from onptq.models.structure import Block, place
 from onptq.quantizer.folded import FoldedFollower, FoldedLinear, FoldedNorm
 from onptq.quantizer.integers import LowBitLinear
 from onptq.quantizer.norms import divided_gain, find_eps, gain_offset, rms_norm
@@ -235,8 +235,11 @@ class QuantLinear(nn.Module):
 
 @torch.no_grad()
 def _tied_scale(block: Block, name: str) -> Tensor:
-    """The tensor scale that fits all linears with the same input: servers multiply them as one."""
-    weights: list[Tensor] = [block.child(one).weight for one in block.consumers(block.pair_into(name))]  # type: ignore[misc]
+    """The tensor scale that fits all linears with the same input: servers multiply them as one. Experts have their own."""
+    owner = place(name).rpartition(".")[0]
+    readers = block.consumers(block.pair_into(name))
+    together = [one for one in readers if place(one).rpartition(".")[0] == owner]
+    weights: list[Tensor] = [block.child(one).weight for one in together]  # type: ignore[misc]
     return fitting_scale(torch.stack([weight.abs().amax() for weight in weights]).amax())
 
 

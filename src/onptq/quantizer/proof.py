@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from onptq.models.attention import trusted_attention
-from onptq.models.structure import Block, Structure, place
+from onptq.models.structure import EXPERTS, Block, Structure, place
 from onptq.quantizer.norms import divided_gain, gain_offset
 from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out, pair_key, pair_width
 from onptq.quantizer.weights import smoothed
@@ -76,25 +76,37 @@ def _failing(structure: Structure, block: Block) -> Iterator[str]:
 
     dense = output({})
     noise = NOISE * float(dense.abs().max())
-    for pair in block.producers:
-        u = REACH * (2 * torch.rand(pair_width(block, pair), generator=draw) - 1)
-        theta, alone = (
-            Theta({pair_key(block, pair): u.to(device)}),
-            without(block, [other for other in block.producers if other != pair]),
-        )
-        consumed = {
-            f"{place(name)}.weight": smoothed(tensors[f"{place(name)}.weight"], log_in, None)
-            for name in (*block.consumers(pair), *block.followers(pair))
-            if (log_in := log_scales_in(theta, alone, name)) is not None
-        }
-        produced = _divided(module, tensors, theta, alone, block.producers[pair])
-        if produced is None:
-            yield pair
+    for pairs in _tried_at_once(block):
+        consumed, produced = dict[str, Tensor](), dict[str, Tensor]()
+        unknown = []
+        for pair in pairs:
+            u = REACH * (2 * torch.rand(pair_width(block, pair), generator=draw) - 1)
+            theta, alone = (
+                Theta({pair_key(block, pair): u.to(device)}),
+                without(block, [other for other in block.producers if other != pair]),
+            )
+            consumed |= {
+                f"{place(name)}.weight": smoothed(tensors[f"{place(name)}.weight"], log_in, None)
+                for name in (*block.consumers(pair), *block.followers(pair))
+                if (log_in := log_scales_in(theta, alone, name)) is not None
+            }
+            divided = _divided(module, tensors, theta, alone, block.producers[pair])
+            produced |= divided or {}
+            unknown += [pair] if divided is None else []
+        if unknown:
+            yield from unknown
             continue
         change = float((output(consumed) - dense).abs().max())
         error = float((output(consumed | produced) - dense).abs().max())
         if not error <= SHARE * change + noise:
-            yield pair
+            yield from pairs
+
+
+def _tried_at_once(block: Block) -> Iterator[list[str]]:
+    """The foldable pairs one by one, but those of all experts together: they share their code."""
+    yield from ([pair] for pair in block.producers if not pair.startswith(EXPERTS))
+    experts = [pair for pair in block.producers if pair.startswith(EXPERTS)]
+    yield from [experts] if experts else []
 
 
 def _divided(
