@@ -247,8 +247,8 @@ def test_a_processor_that_needs_torchvision_is_refused_before_any_weight_is_read
         (
             "qwen3_omni_moe",
             r"Qwen3OmniMoeForConditionalGeneration cannot be built from config\.json: AttributeError: .*; in its "
-            r"thinker_config, Qwen3OmniMoeThinkerForConditionalGeneration has 0 language models .* model\.language_model: "
-            r"layers\.0 \(Qwen3OmniMoeThinkerTextDecoderLayer\) lacks mlp\.gate_proj, mlp\.up_proj, mlp\.down_proj",
+            r"thinker_config, Qwen3OmniMoeThinkerForConditionalGeneration: its layers "
+            r"\(Qwen3OmniMoeThinkerTextDecoderLayer\) do not run on hidden states, mask, positions and a cache alone",
         ),
         ("mamba", "mamba"),
         ("t5", "no class of model_type 't5' that writes text"),
