@@ -197,27 +197,19 @@ def test_tensors_that_no_reader_opens_are_a_defect(name: str, model: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("limit", "value", "expected"),
-    [("RLIMIT_NOFILE", 4, "oo many open files"), ("RLIMIT_AS", None, "not enough memory")],
-)
-def test_a_limit_of_the_shell_is_named_and_the_run_goes_on_without_it(
-    limit: str, value: int | None, expected: str, small: Path, tmp_path: Path
-) -> None:
+def test_a_limit_of_open_files_is_named_and_the_run_goes_on_without_it(small: Path, tmp_path: Path) -> None:
     """All libraries are loaded before the limit holds."""
-    code = f"""
-import resource, sys
+    code = """
+import resource
 import torch, transformers, onptq.pipeline, onptq.page.write, compressed_tensors
 from onptq.cli import main
-held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-value = {value} or held + 2**20
-resource.setrlimit(resource.{limit}, (value, value))
+resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))
 main()
 """
     command = [sys.executable, "-c", code, *arguments(small, tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 2, done.stderr[-3000:]
-    assert expected in done.stderr
+    assert "oo many open files" in done.stderr
     assert "Traceback" not in done.stderr
     assert call(small, tmp_path / "out").exit_code == 0
 

@@ -61,7 +61,10 @@ def test_a_larger_block_takes_longer_in_proportion(shapes: Shapes) -> None:
     larger = replace(shapes, hidden=4096, ffn=16384, query=4096, kv=1024, head_dim=128, block=2 * 10**8)
     much = replace(larger, block=4 * larger.block)
     one, four = rates(larger), rates(much)
-    assert tokens(one.dense, 256) > 100 * tokens(rates(shapes).dense, 256)
+    least = min(
+        tokens(rates(shapes).dense, 256) for _ in range(3)
+    )  # the shortest is what other processes did not lengthen
+    assert tokens(one.dense, 256) > 100 * least
     assert 2 < tokens(four.dense, 256) / tokens(one.dense, 256) < 8
 
 
