@@ -23,6 +23,7 @@ QUICK = (
 )
 # Limits of the difference of a log-probability from transformers', for tokens of the model's own answer.
 EXACT, CLOSE = 0.06, 0.25
+EMULATED = Path(__file__).parent / "emulated"
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,12 @@ class Case:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The switch for int8 activations, which vLLM uses with all 4-bit weights on CPUs with AMX by default."""
+        """The switch for int8 activations, which vLLM uses with all 4-bit weights on CPUs with AMX by default; for NVFP4 the
+        one that takes its emulation."""
         if self.scheme is None or self.scheme.weight_bits != 4:
             return {}
+        if self.scheme.kind == "NVFP4":
+            return {"PYTHONPATH": str(EMULATED)}
         return {"VLLM_CPU_INT4_W4A8": "1" if self.scheme.activation_bits == 8 else "0"}
 
     def runs_on(self, flags: Set[str]) -> bool:

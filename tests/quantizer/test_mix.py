@@ -19,7 +19,9 @@ from test_policy import inputs_of, speak
 import onptq
 from onptq.check.static import check_folder
 from onptq.checkpoint.names import find_decoder
-from onptq.checkpoint.serving import ADA, BLACKWELL, HOPPER, HUMMING, VLLM, serving
+from onptq.checkpoint.served import ADA, BLACKWELL, HOPPER
+from onptq.checkpoint.served_by_vllm import HUMMING, VLLM
+from onptq.checkpoint.serving import serving
 from onptq.checkpoint.write import linears_by_scheme, output_bytes, quantization_config
 from onptq.errors import OnPTQError
 from onptq.methods import METHODS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onptq.checkpoint.serving import EVIDENCE
+from onptq.checkpoint.served import EVIDENCE
 from onptq.cli.settings import (
     DEVICE_HELP,
     ENDPOINT_HELP,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from onptq.checkpoint.serving import Served
+    from onptq.checkpoint.served import Served
     from onptq.data.prompts import Prompt
     from onptq.plan.planning import Plan
     from onptq.recipe import Recipe

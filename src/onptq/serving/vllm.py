@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from onptq.checkpoint.serving import ADA, AMPERE, BLACKWELL, CPU, CPU_AMX, HOPPER, VLLM, Served, recommended, serving
+from onptq.checkpoint.served import ADA, AMPERE, BLACKWELL, CPU, CPU_AMX, HOPPER, Served
+from onptq.checkpoint.served_by_vllm import VLLM
+from onptq.checkpoint.serving import recommended, serving
 from onptq.errors import OnPTQError
 from onptq.schemes import Scheme
 from onptq.serving.client import parsed
