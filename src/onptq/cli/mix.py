@@ -44,6 +44,8 @@ def mix(
 ) -> None:
     """Measure what raising single linears saves, and take the best under a budget. Killed, the same command continues.
 
+    A mix that is worse than SCHEME on held-out prompts is refused.
+
     `onptq quantize --mix OUT/mix.json` quantizes with the result.
     """
     of_the_zoo = model.startswith(ZOO)
@@ -54,15 +56,16 @@ def mix(
         preset = preset or "zoo"
     recipe = resolve_recipe(preset, None, {"scheme": scheme, "init": init, "compute.device": device}, changes or [])
     from onptq.checkpoint.source import find_source
-    from onptq.cycle.mixing import MIX, mix_under_budget
+    from onptq.evaluate.mixing import MIX, mix_under_budget
     from onptq.zoo.materials import draw_calibration
 
     reporter, source = make_reporter(quiet, False), find_source(model)
-    prompts = calibration or draw_calibration(source.family.name, recipe.data, reporter)[0]
-    found = mix_under_budget(source, out, recipe, Scheme.parse(raised), bits, prompts, reporter)
+    prompts, held = (calibration, None) if calibration else draw_calibration(source.family.name, recipe.data, reporter)
+    mix = mix_under_budget(source, out, recipe, Scheme.parse(raised), bits, prompts, held, reporter)
+    found, judgement = mix.allocation, mix.judgement
     if not quiet:
         for number, gain in enumerate(found.gains[:SHOWN], 1):
-            taken = "raised" if set(gain.linears) <= {path for path, _ in found.scheme.others} else "left"
+            taken = "raised" if set(gain.linears) <= set(found.raised) else "left"
             typer.echo(
                 f"{number:3} {taken:6} saves {gain.saved:.3g} of KL for {gain.bytes:,} bytes: {', '.join(gain.linears)}"
             )
@@ -70,8 +73,18 @@ def mix(
         f"{found.bits:.3g} bits a weight, {found.chosen} of {len(found.gains)} groups raised to {raised}: KL {found.kl:.4g} "
         f"-> {found.measured:.4g} measured, {found.added:.4g} if savings added up"
     )
-    if found.measured >= found.kl:
-        reporter.warn(
-            "the mix is no better than the scheme it starts from: more prompts or longer answers may tell more"
+    if judgement is None:
+        reporter.warn("no held-out prompts (data.holdout): whether the mix is better elsewhere was not measured")
+    else:
+        low, high = judgement.change.low, judgement.change.high
+        interval = "" if low is None or high is None else f", difference [{low:.3g}, {high:.3g}]"
+        typer.echo(
+            f"{judgement.prompts} held-out prompts, each scheme on its own answers: KL {judgement.start:.4g} -> "
+            f"{judgement.mix:.4g}{interval}"
         )
+        if high is None or high >= 0:
+            reporter.warn(
+                "held-out prompts do not show that the mix is better than the scheme it starts from: more of them or "
+                "longer answers may tell more"
+            )
     typer.echo(f"onptq quantize {model} --scheme {recipe.scheme} --mix {out / MIX}")
