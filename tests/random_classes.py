@@ -611,7 +611,9 @@ def write_class(name: str, folder: Path, prompts: int = PROMPTS) -> Path:
         for name, parameter in model.named_parameters():
             _draw(name, parameter.data)
         silent = [ids[token] for token in tokens.special if token not in tokens.stops]
-        getattr(model, "thinker", model).get_output_embeddings().weight.data[silent] = 0  # no response has a placeholder
+        getattr(model, "thinker", model).get_output_embeddings().weight.data[silent] = (
+            0  # no response has a placeholder
+        )
     model.to(torch.bfloat16).save_pretrained(folder)
     if made.others:
         weights = folder / "model.safetensors"

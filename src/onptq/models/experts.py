@@ -79,7 +79,9 @@ def linearized(model_class: type[Model]) -> type[Model]:
             linearize(self)
 
         @staticmethod
-        def _load_pretrained_model(model: Any, state_dict: Any, files: Any, config: Any, *more: Any, **also: Any) -> Any:
+        def _load_pretrained_model(
+            model: Any, state_dict: Any, files: Any, config: Any, *more: Any, **also: Any
+        ) -> Any:
             """Load the tensors of experts as they are: transformers would put those of a layer into one."""
             mapping = [one for one in config.weight_mapping or () if ".experts." not in str(one.target_patterns)]
             config = replace(config, weight_mapping=mapping)
