@@ -52,7 +52,7 @@ _W4A16 = (
         note=f"{_RAN}; decodes faster than Machete, and faster still after `onptq tune`",
     ),
     _vllm(BLACKWELL, "serves", "Marlin", "int4 x 16-bit", "selected", note=_SM100_ONLY),
-    _vllm(CPU, "serves", "CPUWNA16", "int4 x 16-bit", "read", note=_AVX512),
+    _vllm(CPU, "serves", "CPUWNA16", "int4 x 16-bit", "run", note=_AVX512),
     _vllm(CPU_AMX, "differs", "CPUWNA16", "int4 x int8", "run", note="quantizes activations that should not be"),
     _vllm(CPU_AMX, "serves", "CPUWNA16", "int4 x 16-bit", "run", switch=NO_INT8),
 )
@@ -82,7 +82,7 @@ _W4A8 = (
         switch=HUMMING,
         note=f"{_SM100_ONLY}; vLLM 0.32 or later",
     ),
-    _vllm(CPU, "differs", "CPUWNA16", "int4 x 16-bit", "read", note=f"{_SILENT}; {_AVX512}"),
+    _vllm(CPU, "differs", "CPUWNA16", "int4 x 16-bit", "run", note=f"{_SILENT}; {_AVX512}"),
     _vllm(CPU_AMX, "serves", "CPUWNA16", "int4 x int8", "run", note=f"not with {NO_INT8}"),
 )
 
@@ -117,7 +117,7 @@ _FP8 = (
     _vllm(ADA, "serves", "CutlassFP8", "E4M3 x E4M3", "read"),
     _vllm(HOPPER, "serves", "CutlassFP8", "E4M3 x E4M3", "read"),
     _vllm(BLACKWELL, "serves", "CutlassFP8", "E4M3 x E4M3", "read"),
-    _vllm(CPU, "doubtful", None, "unknown", "untested", note="its kernel for FP8 needs AMX"),
+    _vllm(CPU, "serves", "ChannelWiseTorchFP8", "E4M3 x E4M3", "run"),
     _vllm(CPU_AMX, "serves", "CPUFP8W8A8", "E4M3 x E4M3", "read", note=_WIDTH_32),
 )
 
@@ -126,7 +126,7 @@ _FP8_BLOCK = (
     _vllm(ADA, "differs", "Marlin", "E4M3 x 16-bit", "read", note="GEMMs of blocks begin with Hopper"),
     _vllm(HOPPER, "serves", "DeepGEMM or CutlassFp8Block", "E4M3 x E4M3", "read"),
     _vllm(BLACKWELL, "serves", "DeepGEMM or CutlassFp8Block", "E4M3 x E4M3", "read"),
-    _vllm(CPU, "doubtful", None, "unknown", "untested", note="its kernels for FP8 need AMX"),
+    _vllm(CPU, "refuses", None, "nothing", "run", note="its kernels for blocks need AMX"),
     _vllm(CPU_AMX, "serves", "CPUFp8W8A8Block", "E4M3 x E4M3", "read", note=_WIDTH_32),
 )
 
@@ -144,10 +144,10 @@ _W4AFP8 = (
         note="widths must be multiples of 128; rounds the scales of groups to E4M3, which the simulation does not",
     ),
     _vllm(BLACKWELL, "refuses", None, "nothing", "read", note=_HOPPER_ONLY),
-    _vllm(CPU, "refuses", None, "nothing", "read", note=_HOPPER_ONLY),
+    _vllm(CPU, "refuses", None, "nothing", "run", note=_HOPPER_ONLY),
 )
 
-_NO_CPU = _vllm(CPU, "refuses", None, "nothing", "read", note="no kernel on CPUs")
+_NO_CPU = _vllm(CPU, "refuses", None, "nothing", "run", note="no kernel on CPUs, nor its emulation")
 EMULATION = f"{SWITCH} emulation"
 
 
@@ -213,6 +213,8 @@ CACHES: Mapping[str, str | None] = {  # None: nothing there is known to take it
     CPU: _TAKEN,
     CPU_AMX: _TAKEN,
 }
+CACHE_RAN = CPU  # seen there beside W8A8; attention does not see what linears are
+MIXES_RAN = {CPU: ({"W4A16", "W8A8"},)}
 NO_CACHE = "FlashAttention and Triton take no KV cache in E4M3 there; FlashInfer was not read"
 
 # Group sizes each kernel lists, beside one scale per row. The CPU's kernel takes any even size.

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 from onptq.checkpoint.served import BLACKWELL, CPU, CPU_AMX, EVIDENCE, HARDWARE, HOPPER, WORST, Served
 from onptq.checkpoint.served_by_sglang import CACHE_WITHOUT_SCALES, NO_INT8_EXPERTS, SGLANG, SGLANG_TABLE
-from onptq.checkpoint.served_by_vllm import CACHES, GROUPS, NO_CACHE, VLLM, VLLM_TABLE, ZERO_POINT_BITS
+from onptq.checkpoint.served_by_vllm import (
+    CACHE_RAN,
+    CACHES,
+    GROUPS,
+    MIXES_RAN,
+    NO_CACHE,
+    VLLM,
+    VLLM_TABLE,
+    ZERO_POINT_BITS,
+)
 from onptq.schemes import UNQUANTIZED, Scheme
 
 TRANSFORMERS = "transformers 5.22"
@@ -23,7 +32,7 @@ def serving(scheme: Scheme, experts: bool = False) -> list[Served]:
     if any(one.simulated for one in parts):
         return [_simulation(experts), _unserved(scheme)]
     if len(parts) > 1:
-        rows = list(_together([serving(one, experts)[1:] for one in parts]))
+        rows = list(_together([serving(one, experts)[1:] for one in parts], {str(one) for one in parts}))
     else:
         rows = [_fitted(row, scheme.of_linears) for row in (*VLLM_TABLE[scheme.kind], *SGLANG_TABLE[scheme.kind])]
         rows = [_of_experts(row, scheme) for row in rows] if experts else rows
@@ -72,8 +81,8 @@ def _unserved(scheme: Scheme) -> Served:
     return Served(VLLM, "any", "doubtful", None, "unknown", "untested", note=note)
 
 
-def _together(parts: Sequence[Sequence[Served]]) -> Iterator[Served]:
-    """Rows of a mixed scheme, by what servers do with each of its parts alone."""
+def _together(parts: Sequence[Sequence[Served]], kinds: set[str]) -> Iterator[Served]:
+    """Rows of a scheme that is a mix of these kinds, by what servers do with each of its parts alone."""
     ways = dict.fromkeys((row.server, row.hardware, row.switch) for rows in parts for row in rows)
     order = {VLLM: 0, SGLANG: 1}
     for way in sorted(ways, key=lambda one: (order[one[0]], HARDWARE.index(one[1]), one[2] or "")):
@@ -89,17 +98,17 @@ def _together(parts: Sequence[Sequence[Served]]) -> Iterator[Served]:
         if switch is not None and any(row.switch != switch for row in known):
             verdict = max(verdict, "doubtful", key=WORST.index)
             notes.append("whether all parts of the mix take that switch was not read")
+        ran = server == VLLM and kinds in MIXES_RAN.get(hardware, ())
+        worst = max((row.evidence for row in known), key=tuple(EVIDENCE).index)
         yield Served(
             server,
             hardware,
             verdict,
             " and ".join(dict.fromkeys(row.kernel for row in known if row.kernel)) or None,
             " and ".join(dict.fromkeys(row.computes for row in known)),
-            max((row.evidence for row in known), key=tuple(EVIDENCE).index)
-            if any(row.evidence != "run" for row in known)
-            else "read",
+            worst if worst != "run" or ran else "read",
             switch,
-            "; ".join(dict.fromkeys((*notes, "parts as each alone: the mix was not run"))),
+            "; ".join(dict.fromkeys((*notes, *(() if ran else ("parts as each alone: the mix was not run",))))),
         )
 
 
@@ -114,7 +123,7 @@ def _cached(row: Served) -> Served:
     note = "; ".join(filter(None, (row.note, taken or NO_CACHE)))
     if taken is None:
         return replace(row, verdict="doubtful", computes="unknown", evidence="read", note=note)
-    return replace(row, evidence="read", note=note)
+    return replace(row, evidence=row.evidence if row.hardware == CACHE_RAN else "read", note=note)
 
 
 def _fitted(row: Served, scheme: Scheme) -> Served:
@@ -131,6 +140,6 @@ def _fitted(row: Served, scheme: Scheme) -> Served:
     if unlisted:
         note = f"{kernel} does not list {' or '.join(unlisted)}; another kernel may take it"
         return replace(row, verdict="doubtful", computes="unknown", evidence="read", note=note)
-    tried = scheme.group_size in (None, 128) and not scheme.quantizes_activations
+    tried = scheme.group_size in (None, 128) and not (scheme.quantizes_activations and row.hardware == CPU_AMX)
     ran = row.evidence == "run" and tried and row.hardware in (CPU, CPU_AMX)
     return row if ran else replace(row, evidence="read")
