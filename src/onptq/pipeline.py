@@ -475,7 +475,8 @@ def warn_of_no_help(summary: Mapping[str, Any], reporter: Reporter) -> None:
         reporter.warn(
             f"calibration did not help, so the init is kept: on {summary['prompts']['holdout']} held-out prompts {why}. "
             f"On the responses of each, mismatch went from {before['mismatch_percent']:.2f}% to "
-            f"{after['mismatch_percent']:.2f}%, KL from {before['kl']:.5f} to {after['kl']:.5f}. More prompts or longer answers (follow.max_tokens) may help; --set calibrate.keep=last and "
+            f"{after['mismatch_percent']:.2f}%, KL from {before['kl']:.5f} to {after['kl']:.5f}. "
+            "More prompts or longer answers (follow.max_tokens) may help; --set calibrate.keep=last and "
             "another --out take the calibrated weights all the same"
         )
 
