@@ -50,7 +50,8 @@ def run(
     scale: Annotated[
         str,
         typer.Option(
-            metavar="quick|full", help="quick is a trial of minutes; full has the paper's numbers of prompts."
+            metavar="quick|medium|full",
+            help="quick is a trial of minutes, medium takes about an hour; full has the paper's numbers of prompts.",
         ),
     ] = "quick",
     seeds: Annotated[

@@ -26,7 +26,7 @@ PROVENANCE = (
 def compare(experiment: Experiment) -> Compared:
     """The comparison behind this table, which the flip rates are taken from as well."""
     schemes = _schemes(experiment)
-    return experiment.compare(f"methods-{'-'.join(schemes)}", tables.candidates(experiment, schemes), schemes[0])
+    return experiment.compare(f"{NAME}-{'-'.join(schemes)}", tables.candidates(experiment, schemes), schemes[0])
 
 
 def _schemes(experiment: Experiment) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def run(experiment: Experiment) -> Result:
     if "audio" not in experiment.source.family.modalities:
         raise OnPTQError(f"{experiment.settings.model} hears nothing; expected --omni with a model that does")
     schemes = SCHEMES if experiment.settings.scheme is None else (experiment.settings.scheme,)
-    compared = experiment.compare(f"methods-{'-'.join(schemes)}", tables.candidates(experiment, schemes), schemes[0])
+    compared = experiment.compare(f"{NAME}-{'-'.join(schemes)}", tables.candidates(experiment, schemes), schemes[0])
     pictures = [item for item in experiment.items() if item.prompt.images and not item.prompt.audios]
     spoken = [one for one in tables.average_of(compared) if compared.report.labels[one].less_is_better]
     judges = [Judge(("LibriSpeech WER", "WenetSpeech WER"), LOWEST, compared, task) for task in spoken]

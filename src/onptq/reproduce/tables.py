@@ -27,14 +27,14 @@ OURS = "OnPTQ"
 def candidates(experiment: Experiment, schemes: Sequence[str]) -> list[MethodCandidate]:
     """Every method in every scheme; OnPTQ by the paper's recipe from the init."""
     return [
-        experiment.cycle(OURS, scheme) if method == OURS else experiment.base(name, scheme)
+        experiment.cycle(name, scheme) if method == OURS else experiment.base(name, scheme)
         for scheme in schemes
         for method, name in METHODS.items()
     ]
 
 
 def name_of(method: str, scheme: str) -> str:
-    return f"{OURS if method == OURS else METHODS[method]}:{scheme}"
+    return f"{METHODS[method]}:{scheme}"
 
 
 def methods(compared: Compared, scheme: str) -> list[str]:
