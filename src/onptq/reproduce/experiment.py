@@ -28,7 +28,7 @@ CAPTIONS = "captions"  # what the paper's calibration prompts ask for
 
 
 class Experiment:
-    """A model and its prompts, and a folder in which every finished step is kept."""
+    """A model and its prompts, and a folder in which every finished step is written."""
 
     def __init__(self, settings: Settings, reporter: Reporter | None = None) -> None:
         self.settings, self.reporter = settings, reporter or QuietReporter()

@@ -92,9 +92,9 @@ def result(
         for method in tables.methods(compared, scheme)
         for mark in as_mark(method, scheme, compared.figure(tables.name_of(method, scheme), compared.measure))
     ]
-    found = [tables.table(compared, schemes, tables.average_of(compared)), tables.paper_table(there)]
+    both = [tables.table(compared, schemes, tables.average_of(compared)), tables.paper_table(there)]
     label = compared.report.labels[compared.measure].name
-    return Result(NAME, TITLE, claims, found, differs, Picture(TITLE, label, marks), settings)
+    return Result(NAME, TITLE, claims, both, differs, Picture(TITLE, label, marks), settings)
 
 
 def _claims(judges: Sequence[Judge], scheme: str, there: Mapping[str, Any]) -> list[Claim]:

@@ -113,7 +113,7 @@ def lead(compared: Compared, scheme: str, measure: str) -> tuple[str, Interval]:
 
 
 def lead_claim(compared: Compared, scheme: str, measure: str, says: str, paper: str, called: str = "") -> Claim:
-    """A claim that OnPTQ is the best of a scheme: told by its paired difference from the best other method.
+    """A claim that OnPTQ is the best of a scheme, by its paired difference from the best other method.
 
     `called` names the measure where its own name says too little.
     """
