@@ -221,7 +221,7 @@ def _vllm(scheme: Scheme, config: Mapping[str, Any], family: Family | None) -> s
     best = recommended(scheme, experts)
     if best is None:
         return f"Simulation only: no server is known to run {scheme}."
-    if config.get("model_type") == "qwen2_5_omni_thinker":
+    if str(config.get("model_type")).endswith("_thinker"):
         return "vLLM takes full Omni checkpoints only; this one holds an Omni model's thinker alone."
     if best.verdict == "refuses":
         return f"{VLLM} does not run {scheme} with experts on a GPU: {best.note}."
