@@ -440,6 +440,37 @@ CLASSES = {
 }
 
 
+CLASSES["gemma4_e2b"] = replace(
+    CLASSES["gemma4"],
+    config=lambda ids: (
+        CLASSES["gemma4"].config(ids)
+        | {
+            "text_config": TEXT
+            | {"model_type": "gemma4_text", "num_hidden_layers": 6, "sliding_window": 24, "global_head_dim": 64}
+            | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+            | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0}
+            | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY},
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "output_proj_dims": 32,
+            }
+            | {"subsampling_conv_channels": [16, 4], "conv_kernel_size": 3, "attention_chunk_size": 4}
+            | {"attention_context_left": 5},
+        }
+    ),
+    images=CLASSES["gemma4"].images
+    | {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": 16, "sampling_rate": 16_000},
+    towers=("vision_tower", "embed_vision", "audio_tower", "embed_audio", "per_layer_model_projection"),
+    unfolded=("v_proj -> o_proj does not fold in 3 of 6 layers",),
+    published={},
+    modalities=frozenset({"text", "image", "audio"}),
+    audio="<|audio|>",
+    others={"model.language_model.layers.4.self_attn.k_proj.weight": (32, 64)},
+)
+
+
 # With experts, whose checkpoints transformers reloads otherwise than OnPTQ.
 SPARSE = {
     "qwen3_5_moe": replace(
@@ -610,6 +641,8 @@ def write_class(name: str, folder: Path, prompts: int = PROMPTS) -> Path:
         model = getattr(transformers, str(model_class(made.model_type)))(settings)
         for name, parameter in model.named_parameters():
             _draw(name, parameter.data)
+        for limit in model.buffers():  # of linears that clip, infinite until a checkpoint says more
+            limit.nan_to_num_(posinf=8.0, neginf=-8.0)
         silent = [ids[token] for token in tokens.special if token not in tokens.stops]
         getattr(model, "thinker", model).get_output_embeddings().weight.data[silent] = (
             0  # no response has a placeholder

@@ -19,7 +19,7 @@ from onptq.models.decoder import layer_masks
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.experts import observing_routes, routed
 from onptq.models.family import TEXT
-from onptq.models.structure import Block
+from onptq.models.structure import Block, Lent
 from onptq.quantizer.policy import Policy
 
 RESPONSE_TOKENS = 64
@@ -101,17 +101,19 @@ class Stream:
         self._structure, self._positions = policy.structure, batch.positions
         self._masks = layer_masks(policy.structure, tokens)
         self._rotary = policy.structure.rotary(batch.embeds, batch.positions)
-        self.hidden = batch.embeds
+        self.hidden, self._own = policy.structure.parted(batch.embeds)
+        self._lent: Lent = {}
         self.routes: dict[int, Tensor] = {}  # of blocks with experts, the ones [B, S, k] that the router is to take
 
     def run(self, block: Block) -> Tensor:
         """The input of the next block [B, S, d], DeepStack's features included. `hidden` does not change."""
         with trusted_attention(), routed(block.module, self.routes.get(block.index)):
-            out: Tensor = block.module(self.hidden, **self._around(block))
+            out: Tensor = block.module(self.hidden, **self._around(block), **self._own[block.index])
         return out + self.deepstack[block.index] if block.index < len(self.deepstack) else out
 
     def _around(self, block: Block) -> dict[str, Any]:
-        return self._structure.arguments(block, self._positions, self._masks[block.layer_type], self._rotary)  # type: ignore[no-any-return]
+        mask = self._masks[block.layer_type]
+        return self._structure.arguments(block, self._positions, mask, self._rotary, None, self._lent)  # type: ignore[no-any-return]
 
     def inputs(self, block: Block) -> dict[str, Tensor]:
         """The inputs of each pair's consumers, [B, S, I], from one run of the block."""
