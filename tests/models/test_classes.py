@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import Tiny
+from model_tables import published_types
 from naive import Scene, random_theta, without_ties
 from random_classes import CLASSES, write_class
 from torch import nn
@@ -23,6 +24,7 @@ from transformers.utils import is_torchvision_available
 
 import onptq
 from onptq.check.probes import probe_prompt
+from onptq.checkpoint.folder import read_folder
 from onptq.checkpoint.load import load_model, load_policy
 from onptq.checkpoint.names import find_decoder
 from onptq.checkpoint.source import Source, find_source
@@ -244,7 +246,7 @@ def test_a_cycle_that_was_interrupted_ends_in_a_checkpoint_that_transformers_rel
     assert not torch.equal(logits, tiny.policy("W4A8").model(**inputs, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("name", [known(name) for name in CLASSES])
+@pytest.mark.parametrize("name", [name for name, made in CLASSES.items() if made.model_type not in published_types()])
 def test_the_shapes_of_the_default_config_of_transformers_fit(name: str) -> None:
     """Published sizes as far as transformers' own defaults are those of a published checkpoint; no weight is made."""
     config = transformers.AutoConfig.for_model(CLASSES[name].model_type)
@@ -306,6 +308,27 @@ def test_a_class_whose_forward_does_more_than_its_layers_is_refused(tmp_path: Pa
 
     with pytest.raises(OnPTQError, match=r"GraniteForCausalLM computes more than its decoder's layers, norm and head"):
         check_agreement(policy, processor, load_manifest(folder / "prompts.jsonl"))
+
+
+def test_a_processor_that_takes_audio_in_another_way_is_refused(tmp_path: Path) -> None:
+    """Voxtral's prompts are made by mistral-common, from a tokenizer of its own."""
+    source = find_source(write_class("voxtral", tmp_path))
+    assert source.family.by_processor == ("audio",)
+    with pytest.raises(OnPTQError, match=r"VoxtralProcessor takes no audio beside a text, as those of Voxtral"):
+        PromptProcessor.from_folder(source.folder, source.family, source.config)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Molmo2Config"), reason="transformers is older than 5.20")
+def test_a_checkpoint_that_stores_its_layers_under_other_names_is_refused(tmp_path: Path) -> None:
+    """Molmo 2 stores q, k and v in one tensor, which transformers renames and splits when it loads them."""
+    folder = write_class("molmo2", tmp_path)
+    assert family_of(read_folder(folder).config).modalities == {"text", "image"}
+    with pytest.raises(
+        OnPTQError,
+        match=r"Molmo2ForConditionalGeneration stores its layers under other names, such as \S*att\S*; expected "
+        r"layers\.0\.self_attn\.q_proj",
+    ):
+        find_source(folder)
 
 
 def test_a_config_of_a_million_layers_is_not_built() -> None:

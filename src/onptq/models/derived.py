@@ -47,6 +47,12 @@ def derive_family(config: Mapping[str, Any], names: Collection[str] = ()) -> Fam
     Raises where its class has no decoder that can be quantized, and says what is missing."""
     model_type = str(config["model_type"])
     built = _built(json.dumps(_dense(config), sort_keys=True))
+    if names and not any(map(_QUERY.fullmatch, names)):
+        example = next((name for name in sorted(names) if re.search(r"\.0\..*att", name)), min(names))
+        raise OnPTQError(
+            f"{built.model_class} stores its layers under other names, such as {example}; expected "
+            "layers.0.self_attn.q_proj or qkv_proj"
+        )
     beside = set(built.beside)
     for stored in sorted({match[1] for match in map(_QUERY.fullmatch, names) if match}):
         if beside.isdisjoint(stored.split(".")):  # else it is the stack of a tower
