@@ -183,7 +183,7 @@ def test_set_wins_over_a_named_option() -> None:
 def test_an_interrupt_exits_130_and_says_how_to_go_on(
     command: str, continues: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     for module in (quantize, settings):
@@ -194,7 +194,7 @@ def test_an_interrupt_exits_130_and_says_how_to_go_on(
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(settings, "resolve_recipe", broken)
