@@ -30,6 +30,7 @@ from onptq.evaluate.candidates import (
     with_seeds,
 )
 from onptq.evaluate.measure import measure, measure_critical
+from onptq.evaluate.previews import keep_previews
 from onptq.evaluate.report import markdown
 from onptq.evaluate.session import Session
 from onptq.evaluate.statistics import REPLICATES, Resampler
@@ -101,6 +102,7 @@ def compare_models(
         for group in seeded:
             write_seeds(run, [one.name for one in group])
         write_asked_once(run, prompts, items)
+        keep_previews(run, [*prompts, *(one.prompt for one in items)], recipe.report.detail)
         session = Session(source, recipe, device, dtype, items, prompts, calibration, holdout, run, reporter)
         by_theta = [one for one in parsed if not isinstance(one, CheckpointCandidate)]
         build(by_theta, session)
