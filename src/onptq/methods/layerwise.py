@@ -19,7 +19,7 @@ from onptq.models.decoder import layer_masks
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.experts import observing_routes, routed
 from onptq.models.family import TEXT
-from onptq.models.structure import Block, Lent
+from onptq.models.structure import EXPERTS, Block, Lent
 from onptq.quantizer.policy import Policy
 
 RESPONSE_TOKENS = 64
@@ -116,11 +116,19 @@ class Stream:
         return self._structure.arguments(block, self._positions, mask, self._rotary, None, self._lent)  # type: ignore[no-any-return]
 
     def inputs(self, block: Block) -> dict[str, Tensor]:
-        """The inputs of each pair's consumers, [B, S, I], from one run of the block."""
+        """The inputs of each pair's consumers, [B, S, I], from one run of the block; an expert's as one batch [1, n, I]."""
         inputs: dict[str, Tensor] = {}
-        with observing([block], lambda block, pair, x: inputs.update({pair: x})):
+
+        def observe(_: Block, pair: str, x: Tensor) -> None:
+            inputs[pair] = x if pair.startswith(EXPERTS) else x.view(*self.real.shape, -1)
+
+        with observing([block], observe):
             self.run(block)
         return inputs
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """The real tokens [n, I] of inputs [B, S, I], or of an expert's, which are no others."""
+        return x[self.real] if x.shape[:2] == self.real.shape else x[0]
 
     def advance(self, block: Block) -> None:
         """Run the block and go on to the next one."""
@@ -141,11 +149,7 @@ class Stream:
             with trusted_attention():
                 out = attention(hidden_states=x, **({} if block.recurrent else self._around(block)))
             return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
-        module = (
-            block.owner(block.consumers("up_down")[0])
-            if pair == "norm_gate_up"
-            else block.child(block.consumers(pair)[0])
-        )
+        module = block.module.get_submodule("mlp") if pair == "norm_gate_up" else block.child(block.consumers(pair)[0])
         return module(x)  # type: ignore[no-any-return]
 
     def pad(self, values: Mapping[int, Tensor], fill: float = 0.0) -> Tensor:
