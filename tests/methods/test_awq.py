@@ -26,7 +26,6 @@ from method_models import (
 )
 from torch import Tensor
 
-from onptq.checkpoint.load import load_model
 from onptq.methods.awq import CLIPPED, CLIPS, EXPONENTS, awq
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import LINEARS, PAIRS, Block, find_structure
@@ -89,7 +88,7 @@ def plain_losses(
 ) -> list[float]:
     """Mean squared error of the judging module for every exponent, on a checkpoint that nobody wrapped."""
     scheme, consumers = policy.scheme, PAIRS[pair][1]
-    structure = find_structure(load_model(checkpoint.source, torch.float64, torch.device("cpu")))
+    structure = find_structure(checkpoint.model(torch.float64))
     block = structure.blocks[index]
     judge = block.owner(consumers[0]) if len(consumers) > 1 else block.child(consumers[0])
     rotary = [

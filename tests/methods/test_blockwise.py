@@ -27,7 +27,6 @@ from naive import in_double, without_ties
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from onptq.checkpoint.load import load_model
 from onptq.methods.blockwise import blockwise
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import LINEARS, PAIRS, Block, find_structure
@@ -77,7 +76,7 @@ class PlainBlock:
     """One block of the plain checkpoint under scales per pair and clip logits per linear, float64."""
 
     def __init__(self, checkpoint: Tiny, scheme: Scheme, index: int, sequences: list[EncodedPrompt]) -> None:
-        structure = find_structure(load_model(checkpoint.source, torch.float64, torch.device("cpu")))
+        structure = find_structure(checkpoint.model(torch.float64))
         self.block, self.scheme = structure.blocks[index], scheme
         self.block.module.requires_grad_(False)
         self.rotary = [

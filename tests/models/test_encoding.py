@@ -28,7 +28,7 @@ COUNT = 8  # prompts with one image, with two, with audio, with both, and with n
 
 
 def all_inputs(tiny: Tiny) -> list[ModelInputs]:
-    return [tiny.processor(prompt) for prompt in load_manifest(tiny.manifest)[:COUNT]]
+    return [tiny.inputs(ordinal) for ordinal in range(COUNT)]
 
 
 def crowded(prompts: Sequence[Prompt]) -> Prompt:
