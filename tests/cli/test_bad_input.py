@@ -122,7 +122,7 @@ def write_manifest(folder: Path, *lines: object) -> Path:
         ),
         ({}, ("--set", "rounds"), ("'rounds'", "expected field=value")),
         ({}, ("--method", "gtpq"), ("method = 'gtpq'", "did you mean gptq?", "expected one of onptq, static, uniform")),
-        ({}, ("--init", "onptq"), ("init = 'onptq': unknown base method", "expected one of rtn, search")),
+        ({"init": "onptq"}, (), ("init = 'onptq': unknown base method", "expected one of rtn, search")),
     ],
 )
 def test_settings(
