@@ -471,10 +471,12 @@ def round_to_nearest(cycle: Cycle, theta: Theta) -> Holdout | None:
 def warn_of_no_help(summary: Mapping[str, Any], reporter: Reporter) -> None:
     if summary["helped"] is False:
         before, after = (summary["holdout"][side] for side in ("initial", "calibrated"))
+        why = summary["choice"].get("why", "it was no better")
         reporter.warn(
-            f"calibration did not help, so the init is kept: on {summary['prompts']['holdout']} held-out prompts mismatch "
-            f"went from {before['mismatch_percent']:.2f}% to {after['mismatch_percent']:.2f}%, KL from {before['kl']:.5f} to "
-            f"{after['kl']:.5f}. More prompts or longer answers (follow.max_tokens) may help; --set calibrate.keep=last and "
+            f"calibration did not help, so the init is kept: on {summary['prompts']['holdout']} held-out prompts {why}. "
+            f"On the responses of each, mismatch went from {before['mismatch_percent']:.2f}% to "
+            f"{after['mismatch_percent']:.2f}%, KL from {before['kl']:.5f} to {after['kl']:.5f}. "
+            "More prompts or longer answers (follow.max_tokens) may help; --set calibrate.keep=last and "
             "another --out take the calibrated weights all the same"
         )
 

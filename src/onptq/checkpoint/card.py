@@ -265,7 +265,8 @@ def _updates(provenance: Provenance) -> str:
     steps = sum(update.steps for update in provenance.updates)
     if provenance.init_exported:
         unmoved = all(update.best_step == 0 for update in provenance.updates)
-        why = f"none of {steps} steps was better" if unmoved else "on held-out prompts calibration did not help"
+        against = escaped(provenance.why_init) or "calibration did not help"
+        why = f"none of {steps} steps was better" if unmoved else f"on held-out prompts {against}"
         return f"{how}\n\n**The init was kept: {why}.** The weights are those of {escaped(provenance.init)}."
     rounds = "; ".join(f"round {number}: {_update(one)}" for number, one in enumerate(provenance.updates, 1))
     return f"{how}\n\nIterate kept, {rounds}."
