@@ -54,7 +54,7 @@ def find_stops(scenery: Scene) -> frozenset[int]:
     raise AssertionError("the rollouts are too much alike to end differently")
 
 
-@scenes(FAMILIES)
+@scenes((*MULTIMODAL, "llama"))
 def test_rollouts_are_the_naive_ones(tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype) -> None:
     scenery = scene(tiny(family), scheme, dtype)
     expected = naive_trajectories(scenery, LIMIT)

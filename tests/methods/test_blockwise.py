@@ -12,7 +12,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from conftest import MULTIMODAL, Tiny
+from conftest import Tiny
 from method_models import (
     PROMPTS,
     block_outputs,
@@ -270,8 +270,8 @@ def test_groups_zero_points_and_unquantized_weights_are_learned_too(small: Path,
         assert ours < theirs
 
 
-@pytest.mark.parametrize("family", MULTIMODAL)
-def test_every_family_is_learned_and_left_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen2.5-omni"])
+def test_other_families_are_learned_and_left_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
     def method(policy: Policy, prompts: list[EncodedPrompt], advance: Callable[[int], None]) -> Theta:
         return blockwise(policy, prompts, advance, responses=short_responses(prompts), steps=3)
 
