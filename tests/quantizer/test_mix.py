@@ -20,7 +20,9 @@ from test_policy import inputs_of, speak
 import onptq
 from onptq.check.static import check_folder
 from onptq.checkpoint.names import find_decoder
-from onptq.checkpoint.serving import ADA, BLACKWELL, HOPPER, HUMMING, VLLM, serving
+from onptq.checkpoint.served import ADA, BLACKWELL, CPU, HOPPER
+from onptq.checkpoint.served_by_vllm import HUMMING, VLLM
+from onptq.checkpoint.serving import serving
 from onptq.checkpoint.write import linears_by_scheme, output_bytes, quantization_config
 from onptq.errors import OnPTQError
 from onptq.methods import METHODS, accepts
@@ -145,6 +147,11 @@ def test_rows_of_servers_are_the_worst_of_the_parts() -> None:
     assert rows[HOPPER, None].computes == "int4 x 16-bit and E4M3 x E4M3"
     assert "the mix was not run" in rows[HOPPER, None].note
     assert rows[HOPPER, None].evidence == "read"
+    (ran,) = [
+        row for row in serving(Scheme.parse("W4A16+mlp.down_proj~W8A8")) if row.hardware == CPU and row.server == VLLM
+    ]
+    assert (ran.verdict, ran.evidence, ran.computes) == ("serves", "run", "int4 x 16-bit and int8 x int8")
+    assert "not run" not in ran.note
     eight = {(row.hardware, row.switch): row for row in serving(Scheme.parse(MIXED)) if row.server == VLLM}
     assert eight[BLACKWELL, None].verdict == "refuses", "W8A8 does not run there"
     assert eight[HOPPER, None].verdict == "differs"

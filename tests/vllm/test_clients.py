@@ -215,7 +215,7 @@ def test_a_result_fails_by_its_limit_or_when_a_blank_image_would_pass(clients: S
 
 def test_cases_are_served_with_the_settings_of_their_kernels(clients: SimpleNamespace) -> None:
     cases = {case.label: case for case in clients.cases.choose_cases(None, None, False)}
-    assert len(cases) == 24
+    assert len(cases) == 24 + 5
     assert set(clients.cases.choose_cases(None, None, True)) < set(cases.values())
     dense, w8a8, w4a16, w4a8 = (cases[f"zoo-qwen3-vl-{name}"] for name in clients.cases.SCHEMES)
     plain, amx = {"avx512f"}, {"avx512f", "amx_tile"}
