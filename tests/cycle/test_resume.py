@@ -145,7 +145,7 @@ def run_job(job: Mapping[str, Any]) -> int:
     rounds.SAVE_SECONDS = job["save_seconds"]
     if job["survived"] is not None:
         kill_while_writing(Path(job["out"]), {tuple(death) for death in job["survived"]})
-    reporter = EndingReporter(*job["kill"], end=die) if job["kill"] else None
+    reporter = EndingReporter(job["kill"][0], job["kill"][1], die) if job["kill"] else None
     try:
         onptq.quantize(
             job["model"],
