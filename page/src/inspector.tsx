@@ -12,12 +12,13 @@ interface Given {
   states: States;
   tokens: number[] | null;
   at: number;
+  selects: boolean; // whether calibration chose among these states
   onToken: (token: number) => void;
 }
 
 const KIND_CLASS = ["agree", "near-miss", "mismatch"] as const;
 
-export function Inspector({ page, states, tokens, at, onToken }: Given) {
+export function Inspector({ page, states, tokens, at, selects, onToken }: Given) {
   const kind = states.kind[at] ?? 0;
   const top = states.top[at] ?? null;
   const futures = states.futures[at] ?? null;
@@ -31,7 +32,11 @@ export function Inspector({ page, states, tokens, at, onToken }: Given) {
           Token {at + 1} <span class="muted">of {states.kind.length}</span> <code>{name(tokens?.[at])}</code>
         </h4>
         <span class={`kind ${KIND_CLASS[kind]}`}>{KIND_WORDS[kind]}</span>
-        {states.critical[at] && <span class="kind is-critical">selected, weight {number(states.weight[at])}</span>}
+        {selects && (
+          <span class={states.critical[at] ? "kind is-critical" : "kind"}>
+            {states.critical[at] ? `selected, weight ${number(states.weight[at])}` : "not selected"}
+          </span>
+        )}
         <span class="steps">
           <button type="button" disabled={at === 0} onClick={() => onToken(at - 1)} aria-label="Previous token">
             ←
@@ -134,14 +139,12 @@ function Share({ value, best, whose }: { value: number | undefined; best: boolea
 }
 
 function Numbers({ states, at }: { states: States; at: number }) {
-  const weighted = states.weight.some((weight) => weight > 0);
   const rows: [Term, string, number | null | undefined][] = [
     ["margin", "margin, dense", states.margin_dense[at]],
     ["margin", "margin, quantized", states.margin_quant[at]],
     ["erosion", "erosion", states.erosion[at]],
     ["consequence", "consequence", states.consequence[at]],
     ["risk", "risk", states.risk[at]],
-    ...(weighted ? [["weight", "weight", states.weight[at]] as [Term, string, number | undefined]] : []),
     ["JS", "JS", states.js[at]],
     ["KL", "KL", states.kl[at]],
   ];
