@@ -60,7 +60,8 @@ export function Detail({ page, candidate, one, token, onToken }: Given) {
           states={states}
           tokens={tokensOf(one)}
           at={at}
-          selects={candidate.aside}
+          aside={candidate.aside}
+          selects={candidate.selects}
           onToken={onToken}
         />
       )}

@@ -12,13 +12,14 @@ interface Given {
   states: States;
   tokens: number[] | null;
   at: number;
-  selects: boolean; // whether calibration chose among these states
+  aside: boolean; // whether these are states of a round
+  selects: boolean; // whether its update learns from critical states
   onToken: (token: number) => void;
 }
 
 const KIND_CLASS = ["agree", "near-miss", "mismatch"] as const;
 
-export function Inspector({ page, states, tokens, at, selects, onToken }: Given) {
+export function Inspector({ page, states, tokens, at, aside, selects, onToken }: Given) {
   const kind = states.kind[at] ?? 0;
   const top = states.top[at] ?? null;
   const futures = states.futures[at] ?? null;
@@ -32,11 +33,7 @@ export function Inspector({ page, states, tokens, at, selects, onToken }: Given)
           Token {at + 1} <span class="muted">of {states.kind.length}</span> <code>{name(tokens?.[at])}</code>
         </h4>
         <span class={`kind ${KIND_CLASS[kind]}`}>{KIND_WORDS[kind]}</span>
-        {selects && (
-          <span class={states.critical[at] ? "kind is-critical" : "kind"}>
-            {states.critical[at] ? `selected, weight ${number(states.weight[at])}` : "not selected"}
-          </span>
-        )}
+        {selects && <Selection critical={states.critical[at] ?? false} weight={states.weight[at]} />}
         <span class="steps">
           <button type="button" disabled={at === 0} onClick={() => onToken(at - 1)} aria-label="Previous token">
             ←
@@ -70,7 +67,13 @@ export function Inspector({ page, states, tokens, at, selects, onToken }: Given)
           <Bars top={top} name={name} />
         ) : (
           <p class="muted">
-            The ten likeliest tokens of this state were not kept. <code>--set report.detail=full</code> keeps them.
+            {aside ? (
+              "The ten likeliest tokens are there for the riskiest states of a round."
+            ) : (
+              <>
+                The ten likeliest tokens of this state are not there: run with <code>--set report.detail=full</code>.
+              </>
+            )}
           </p>
         )}
         <Numbers states={states} at={at} />
@@ -79,6 +82,11 @@ export function Inspector({ page, states, tokens, at, selects, onToken }: Given)
       {states.became && <Became later={states.became[at] ?? []} />}
     </section>
   );
+}
+
+function Selection({ critical, weight }: { critical: boolean; weight: number | undefined }) {
+  if (!critical) return <span class="kind">not selected</span>;
+  return <span class="kind is-critical">selected, weight {number(weight)}</span>;
 }
 
 function share(top: Top | null, whose: keyof Top, id: number | undefined): string {

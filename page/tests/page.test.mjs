@@ -353,6 +353,7 @@ describe("candidates", () => {
         name: "round 1",
         title: "round 1",
         aside: true,
+        selects: true,
         flips: null,
         answers: [],
         responses: [...none, ...round.responses],
@@ -366,7 +367,8 @@ describe("candidates", () => {
       await tab.getByLabel("Candidate", { exact: true }).selectOption("round 1");
       const answered = round.responses.filter((one) => one !== null).length;
       assert.equal(await shownCount(tab), answered);
-      assert.match(await tab.locator(".answer.dense").innerText(), /Not kept/);
+      assert.match(await tab.locator(".answer.dense").innerText(), /has no answer of the dense model/);
+      assert.match(await tab.locator(".inspector header").innerText(), /selected, weight 0\.\d|not selected/);
       assert.equal(await tab.locator(".others").count(), 0);
     });
   });
@@ -535,6 +537,8 @@ describe("windows and themes", () => {
       assert.equal(await tab.locator(".browse").isVisible(), false);
       assert.equal(await tab.locator(".topbar .tools").isVisible(), false);
       assert.equal(await tab.locator(".tokens").evaluate((one) => getComputedStyle(one).maxHeight), "none");
+      await tab.pdf();
+      assert.equal(await tab.locator(".plots .drawing svg").count(), await tab.locator(".plots figure").count());
     }));
 });
 
