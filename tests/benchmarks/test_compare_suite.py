@@ -43,6 +43,7 @@ RECIPE = Recipe.preset(
     "light",
     {
         "rounds": 1,
+        "init_steps": 2,
         "data.prompts": 3,
         "data.holdout": 1,
         "follow.max_tokens": 6,
