@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
+from onptq.methods.guards import require_finite_error
 from onptq.methods.layerwise import Stream, answered_sequences, open_streams
 from onptq.methods.linears import (
     by_query_head,
@@ -99,6 +100,7 @@ def _best_scales(
         error = sum(float(each.float().square().sum()) for each in errors)
         if error < least:
             best, least = u, error
+    require_finite_error(least, key)
     return best
 
 
@@ -136,4 +138,5 @@ def _clip_rows(
         error = to_groups(error, full, scheme.block_rows).sum(-1)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
+    require_finite_error(least, "the clips of a linear")
     return best

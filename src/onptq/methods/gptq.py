@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
+from onptq.methods.guards import require_finite_error
 from onptq.methods.layerwise import Stream, answered_sequences, open_streams
 from onptq.methods.linears import dense_weight, tensor_scale
 from onptq.methods.resume import BlockStore, keep, restore
@@ -21,7 +22,7 @@ from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.numerics import in_offsets, quantize_inputs, round_to_codes
 from onptq.quantizer.policy import Policy
-from onptq.quantizer.theta import Learned, Theta, log_scales_in, log_scales_out
+from onptq.quantizer.theta import Learned, Theta, log_scales_in, log_scales_out, pair_key
 from onptq.quantizer.weights import per_weight, smoothed, to_groups, weight_grid
 from onptq.schemes import Grid, Scheme
 
@@ -99,6 +100,7 @@ def _hessian(scheme: Scheme, streams: Sequence[Stream], block: Block, pair: str)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         total = x.T @ x if total is None else total.addmm_(x.T, x)
     assert total is not None
+    require_finite_error(total, f"{pair_key(block, pair)} (its Hessian)")
     return total
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from onptq.methods.guards import require_finite_theta
 from onptq.models.structure import Block
 from onptq.quantizer.theta import Theta, pair_key
 from onptq.run import Run
@@ -84,6 +85,8 @@ def restore_all(store: BlockStore | None, theta: Theta, blocks: Sequence[Block])
 
 
 def keep(store: BlockStore | None, theta: Theta, block: Block) -> None:
-    """Store the part of a block that has just been fitted."""
+    """Store the part of a block that has just been fitted, which is finite."""
+    part = block_part(theta, block)
+    require_finite_theta(part)
     if store is not None:
-        store.write(block.index, block_part(theta, block))
+        store.write(block.index, part)
