@@ -10,7 +10,10 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,17 @@ from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches
 from onptq.checkpoint.packing import compress_linear, storage_format
 from onptq.checkpoint.provenance import Provenance, Results
 from onptq.checkpoint.quantization import Numbers, activation_numbers, cache_numbers, weight_numbers
-from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
+from onptq.checkpoint.shards import MAX_SHARD_BYTES, Shard, header_room, name_shards
 from onptq.errors import OnPTQError
 from onptq.quantizer.folded import Folded, FoldedCache, FoldedFollower, FoldedLinear, FoldedNorm
 from onptq.quantizer.mix import check_mix
 from onptq.quantizer.numerics import product_dtype
+from onptq.ranks import ALONE, Ranks
 from onptq.schemes import UNQUANTIZED, Scheme
 
 HEAD = "re:.*lm_head"
 MIXED = "mixed-precision"  # the format of several
+_LAYER = re.compile(r"layers\.(\d+)\.")
 SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": torch.uint8}
 
 logger = logging.getLogger(__name__)
@@ -52,13 +57,15 @@ def write_checkpoint(
     picture: str | None = None,
     name: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Rewrite `source` into `out` with the folded linears, norms and followers in place of the decoder's own.
 
-    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"). Each item is packed, written and freed
-    before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading. Either
-    the whole checkpoint appears in `out` or none of it. `provenance`, `results`, their `picture` as an SVG and the
-    source's `name` are for the model card.
+    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"), layer by layer. Each item is packed, written
+    and freed before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading.
+    Either the whole checkpoint appears in `out` or none of it. `provenance`, `results`, their `picture` as an SVG and the
+    source's `name` are for the model card. Several `ranks` write shards in turn, each those of its `own_layers`, and the
+    first the rest.
     """
     check_apart(source, out)
     checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
@@ -66,36 +73,37 @@ def write_checkpoint(
     patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
     config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns, decoder.linears))
     card = write_card(source, checkpoint.config, scheme, provenance, results, name, pictured=picture is not None)
-    room = header_room(_output_names(checkpoint, decoder))
     needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
-    with staged(out, needed) as stage, ShardWriter(stage, room, max_shard_bytes) as shards:
-        replaced, cached = set[str](), set[str]()
-        for name, part in folded:
-            if isinstance(part, FoldedCache):
-                cached.add(name)
-            tensors, taken = _replacement(checkpoint, decoder, name, part, scheme)
-            if taken & replaced:
-                raise OnPTQError(f"{name} was folded twice; expected every linear and norm at most once")
-            replaced |= taken
-            with reported(out, needed):
-                for key, tensor in tensors.items():
-                    shards.add(key, tensor)
-            del part, tensors, tensor
-        _check_complete(decoder, replaced)
-        if scheme.quantizes_cache and cached != (layers := cached_layers(decoder)):
-            raise OnPTQError(
-                f"{len(cached)} of {len(layers)} layers have scales of their KV cache: {sorted(layers - cached)}"
-            )
-        for key, tensor in checkpoint.read(key for key in checkpoint.tensors if key not in replaced):
-            with reported(out, needed):
-                shards.add(key, tensor)
+    plan = plan_shards(checkpoint, decoder, scheme, max_shard_bytes)
+    replacing = _Replacing(checkpoint, decoder, scheme, folded)
+
+    def write_shard(position: int) -> tuple[int, list[str], int]:
+        with reported(out, needed), Shard(stage, position, header_room(_output_names(checkpoint, decoder))) as shard:
+            for unit in plan[position]:
+                for key, tensor in replacing.tensors(unit):
+                    shard.add(key, tensor)
+            shard.finish()
+            return position, shard.names, shard.bytes
+
+    def finish() -> None:
         with reported(out, needed):
-            shards.close()
+            name_shards(stage, [names for _, names, _ in written], sum(size for _, _, size in written))
             copy_companions(source, stage)
             write_text(stage / "README.md", card)
             if picture is not None:
                 write_text(stage / PICTURE, picture)
             write_text(stage / STAGED_CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        staging.close()
+
+    def write_own() -> list[tuple[int, list[str], int]]:
+        own = [write_shard(position) for position in range(ranks.rank, len(plan), ranks.size)]
+        replacing.close()
+        return own
+
+    with ExitStack() as staging:
+        stage = Path(ranks.lead(lambda: str(staging.enter_context(staged(out, needed)))))
+        written = sorted(shard for shards in ranks.each(write_own) for shard in shards)
+        ranks.lead(finish)
 
 
 def quantization_config(scheme: Scheme, ignore: Sequence[str], linears: Sequence[str] = ()) -> dict[str, Any] | None:
@@ -167,6 +175,110 @@ def _args(numbers: Numbers, scales: str, *, static: bool) -> dict[str, Any]:
         "group_size": numbers.group_size,
         "dynamic": numbers.dynamic,
     } | more
+
+
+@dataclass
+class Unit:
+    """What lies in one shard: a layer of the decoder, or one tensor outside of its layers."""
+
+    layer: int | None
+    names: list[str]  # of the source's tensors
+    bytes: int  # in the output
+
+
+def plan_shards(
+    checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme, limit: int = MAX_SHARD_BYTES
+) -> list[list[Unit]]:
+    """The units of every shard, which holds at most `limit` bytes or one unit."""
+    layers: dict[int, Unit] = {}
+    others = []
+    for name, tensor in checkpoint.tensors.items():
+        layer = _layer(name.removeprefix(decoder.prefix)) if name.startswith(decoder.prefix) else None
+        if layer is None:
+            others.append(Unit(None, [name], tensor.nbytes))
+        else:
+            unit = layers.setdefault(layer, Unit(layer, [], 0))
+            unit.names.append(name)
+            unit.bytes += tensor.nbytes
+    for name, added in _growth(checkpoint, decoder, scheme):
+        layers[_layer(name) or 0].bytes += added
+    shards: list[list[Unit]] = [[]]
+    for unit in (*(layers[layer] for layer in sorted(layers)), *others):
+        if shards[-1] and sum(one.bytes for one in shards[-1]) + unit.bytes > limit:
+            shards.append([])
+        shards[-1].append(unit)
+    return shards
+
+
+def own_layers(
+    source: Path,
+    scheme: Scheme,
+    ranks: Ranks,
+    *,
+    ignore: Sequence[str],
+    other_models: Sequence[str] = (),
+    linears: tuple[str, ...] = (),
+) -> list[int]:
+    """The layers of the decoder that a rank folds and writes, in their order."""
+    checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
+    plan = plan_shards(checkpoint, decoder, scheme)
+    return sorted(unit.layer for shard in plan[ranks.rank :: ranks.size] for unit in shard if unit.layer is not None)
+
+
+class _Replacing:
+    """The output's tensors, unit by unit: folded ones, and the source's own where nothing stands for them."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme, folded: Iterable[tuple[str, Folded]]
+    ) -> None:
+        self.checkpoint, self.decoder, self.scheme = checkpoint, decoder, scheme
+        self._groups = groupby(folded, key=lambda item: _layer(item[0]))
+        self._next = next(self._groups, None)
+        self._replaced, self._cached = set[str](), set[str]()
+        self._layers: list[int] = []
+
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+        if unit.layer is not None:
+            self._layers.append(unit.layer)
+            while self._next is not None and (self._next[0] is None or self._next[0] <= unit.layer):
+                yield from self._folded(self._next[1])
+                self._next = next(self._groups, None)
+        yield from self.checkpoint.read([name for name in unit.names if name not in self._replaced])
+
+    def close(self) -> None:
+        """Raise where something was not folded, or was folded and stands in no unit."""
+        if self._next is not None:
+            name, part = next(self._next[1])
+            list(self._folded([(name, part)]))  # whatever else is wrong with it
+            raise OnPTQError(f"{name} was folded behind later layers")
+        expected = [name for name in self.decoder.linears if _layer(name) in self._layers]
+        missing = [name for name in expected if f"{self.decoder.prefix}{name}.weight" not in self._replaced]
+        if missing:
+            raise OnPTQError(
+                f"{len(missing)} of {len(expected)} decoder linears were not folded: {', '.join(missing[:7])}"
+            )
+        layers = {name for name in cached_layers(self.decoder) if _layer(name) in self._layers}
+        if self.scheme.quantizes_cache and self._cached != layers:
+            raise OnPTQError(
+                f"{len(self._cached)} of {len(layers)} layers have scales of their KV cache: {sorted(layers - self._cached)}"
+            )
+
+    def _folded(self, parts: Iterable[tuple[str, Folded]]) -> Iterator[tuple[str, Tensor]]:
+        for name, part in parts:
+            if isinstance(part, FoldedCache):
+                self._cached.add(name)
+            tensors, taken = _replacement(self.checkpoint, self.decoder, name, part, self.scheme)
+            if taken & self._replaced:
+                raise OnPTQError(f"{name} was folded twice; expected every linear and norm at most once")
+            self._replaced |= taken
+            yield from tensors.items()
+            del part, tensors
+
+
+def _layer(name: str) -> int | None:
+    """The layer of a name that is relative to the decoder."""
+    match = _LAYER.match(name)
+    return None if match is None else int(match[1])
 
 
 def _replacement(
@@ -297,14 +409,6 @@ def _check_shapes(checkpoint: Checkpoint, decoder: Decoder) -> None:
         raise OnPTQError(f"{checkpoint.folder}: config.json and tensors disagree: {wrong[0]}{more}")
 
 
-def _check_complete(decoder: Decoder, replaced: set[str]) -> None:
-    missing = [name for name in decoder.linears if f"{decoder.prefix}{name}.weight" not in replaced]
-    if missing:
-        raise OnPTQError(
-            f"{len(missing)} of {len(decoder.linears)} decoder linears were not folded: {', '.join(missing[:7])}"
-        )
-
-
 def check_apart(source: Path, out: Path) -> None:
     if out.resolve().is_relative_to(source.resolve()):
         raise OnPTQError(f"the output folder {out} lies in the model folder {source}: choose another --out, outside it")
@@ -360,9 +464,14 @@ def _cache_names(attention: str) -> tuple[str, str]:
 
 
 def output_bytes(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> int:
-    total = checkpoint.weight_bytes
+    return checkpoint.weight_bytes + sum(added for _, added in _growth(checkpoint, decoder, scheme))
+
+
+def _growth(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> Iterator[tuple[str, int]]:
+    """By how many bytes each linear and cache grows, or by minus so many."""
     if scheme.quantizes_cache:
-        total += 2 * len(cached_layers(decoder)) * DTYPES[storage_dtype(checkpoint, decoder)].itemsize
+        size = 2 * DTYPES[storage_dtype(checkpoint, decoder)].itemsize
+        yield from ((name, size) for name in cached_layers(decoder))
     for name in decoder.linears:
         one = scheme.of(name)
         if not one.quantizes_weights:
@@ -374,6 +483,10 @@ def output_bytes(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> in
         outputs, inputs = weight.shape
         itemsize = BITS[weight.dtype] // 8
         groups = math.prod(one.scale_shape(outputs, inputs))
-        total += math.ceil(weight.numel * bits / 8) - weight.numel * itemsize + tensor_scales
-        total += groups * ((scale_bytes or itemsize) + (not one.symmetric))
-    return total
+        yield (
+            name,
+            math.ceil(weight.numel * bits / 8)
+            - weight.numel * itemsize
+            + tensor_scales
+            + groups * ((scale_bytes or itemsize) + (not one.symmetric)),
+        )

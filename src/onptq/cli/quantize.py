@@ -73,6 +73,14 @@ def quantize(
         Path | None, typer.Option(help="Manifest of held-out prompts, instead of some of the calibration prompts.")
     ] = None,
     on_bad_prompt: Annotated[str, typer.Option(metavar="fail|skip", help=ON_BAD_PROMPT_HELP)] = "fail",
+    on_degenerate: Annotated[
+        str,
+        typer.Option(
+            metavar="fail|warn",
+            help="For a quantized model most of whose answers are empty or one token over and over, where the dense model's "
+            "are not: stop before the checkpoint is written, or warn.",
+        ),
+    ] = "fail",
     preset: Annotated[str | None, typer.Option(help=PRESET_HELP, show_default=PRESET_DEFAULT)] = None,
     recipe: Annotated[Path | None, typer.Option(help="Recipe YAML instead of a preset.")] = None,
     changes: Annotated[
@@ -124,9 +132,9 @@ def quantize(
     folder = default_out(model, resolved) if out is None else out
 
     import onptq
+    from onptq.check.job import check_settings
     from onptq.checkpoint.source import find_source
     from onptq.evaluate.details import OFF
-    from onptq.pipeline import check_settings
     from onptq.recipe import ReportConfig
     from onptq.run import is_contract_1
 
@@ -149,6 +157,7 @@ def quantize(
         holdout=held_out,
         recipe=resolved.model_copy(update={"report": ReportConfig()}),  # what is shown of a run is no part of it
         on_bad_prompt=on_bad_prompt,
+        on_degenerate=on_degenerate,
         reporter=reporter,
         verify=verify,
         detail=resolved.report.detail,
