@@ -56,7 +56,7 @@ def write_checkpoint(
     results: Results | None = None,
     picture: str | None = None,
     name: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
     """Rewrite `source` into `out` with the folded linears, norms and followers in place of the decoder's own.
@@ -186,10 +186,9 @@ class Unit:
     bytes: int  # in the output
 
 
-def plan_shards(
-    checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme, limit: int = MAX_SHARD_BYTES
-) -> list[list[Unit]]:
+def plan_shards(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme, limit: int | None = None) -> list[list[Unit]]:
     """The units of every shard, which holds at most `limit` bytes or one unit."""
+    limit = MAX_SHARD_BYTES if limit is None else limit
     layers: dict[int, Unit] = {}
     others = []
     for name, tensor in checkpoint.tensors.items():
@@ -218,10 +217,11 @@ def own_layers(
     ignore: Sequence[str],
     other_models: Sequence[str] = (),
     linears: tuple[str, ...] = (),
+    limit: int | None = None,
 ) -> list[int]:
     """The layers of the decoder that a rank folds and writes, in their order."""
     checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
-    plan = plan_shards(checkpoint, decoder, scheme)
+    plan = plan_shards(checkpoint, decoder, scheme, limit)
     return sorted(unit.layer for shard in plan[ranks.rank :: ranks.size] for unit in shard if unit.layer is not None)
 
 
