@@ -31,7 +31,7 @@ RECIPE: dict[str, Any] = {
     "calibrate.batch": 64,
     "calibrate.micro_batch": 64,
     "calibrate.evaluations": 1,
-    "branch.horizon": 8,
+    "branch.horizon": 2,
     "compute.device": "cpu",
 }
 
