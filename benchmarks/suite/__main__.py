@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 from benchmarks.suite.suites import SUITES, TABLES_TEXT, BenchmarkData, run_suite
 from benchmarks.suite.tables import goal_lines
 from onptq.cli.drawing import origin
-from onptq.cli.settings import make_reporter, resolve_recipe, use_one_thread
+from onptq.cli.settings import ZOO, make_reporter, resolve_recipe, use_one_thread
 from onptq.errors import OnPTQError
 from onptq.evaluate.report import caveats
 from onptq.progress import QuietReporter, Reporter
@@ -60,7 +60,7 @@ def run(
     if split not in SPLITS:
         raise OnPTQError(f"--split {split}: expected one of {', '.join(SPLITS)}")
     suite, folder, reporter = SUITES[name], out or Path(f"{name}-suite"), make_reporter(quiet, json)
-    use_one_thread()
+    use_one_thread(ZOO)
     options = {"seed": seed, "compute.device": device}
     recipe = resolve_recipe(preset or suite.preset, None, options, [*suite.changes, *(changes or [])])
     per_task = items or suite.items or WHOLE_SPLIT

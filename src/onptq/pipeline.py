@@ -34,8 +34,10 @@ from onptq.evaluate.details import LIGHT, check_level
 from onptq.evaluate.guard import keep_better
 from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
+from onptq.evaluate.previews import keep_previews
 from onptq.evaluate.round_details import RoundDetails
 from onptq.evaluate.run_figures import Figures, measure
+from onptq.evaluate.store import write_tokens
 from onptq.methods.resume import RunStore
 from onptq.models.encoding import EncodedPrompt, encode_each
 from onptq.models.language_model import Side
@@ -132,7 +134,7 @@ def work(job: Job, run: Run, reporter: LoggedReporter, options: Options) -> dict
     run.ranks.lead(lambda: job.check_server(run))
     processor = job.processor()
     policy = load(job, run.ranks, reporter)
-    prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
+    prompts, held_out = encode_prompts(job, policy, processor, run, reporter, options.detail)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
     cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(options.detail), job.served)
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
@@ -193,9 +195,9 @@ def load(job: Job, ranks: Ranks, reporter: LoggedReporter) -> Policy:
 
 
 def encode_prompts(
-    job: Job, policy: Policy, processor: PromptProcessor, run: Run, reporter: Reporter
+    job: Job, policy: Policy, processor: PromptProcessor, run: Run, reporter: Reporter, detail: str
 ) -> tuple[EncodedPrompts, EncodedPrompts]:
-    """Calibration and held-out prompts, through the towers once for the whole run; `prompts.parquet` records them."""
+    """Calibration and held-out prompts, through the towers once for the whole run; the run keeps what they are."""
     prompts, recipe = job.prompts.every, job.recipe
     check_agreement(policy, processor, prompts)
     with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
@@ -208,6 +210,8 @@ def encode_prompts(
     if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
             write_prompts(job.prompts, encoded.ids, path)
+    if run.ranks.is_first:
+        keep_previews(run, [*job.prompts.holdout, *job.prompts.calibration], detail)
     count = len(job.prompts.calibration)
     return encoded[:count], encoded[count:]
 
@@ -249,6 +253,7 @@ def try_result(
         if text is not None:
             reporter.warn(text)
     keep_details(cycle, figures.result, options.held_out_detail)
+    write_tokens(cycle.run, processor.tokenizer)
     probes, eos = questions(processor), job.source.eos()
     answers = {}
     for side in SIDES:

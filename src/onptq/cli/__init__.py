@@ -36,7 +36,7 @@ GROUP = "onptq.commands"  # entry points by which other packages add commands: a
 ELSEWHERE = {"bench": "onptq-vllm", "tune": "onptq-vllm"}  # the package that has a command
 RESUMED = ("quantize", "compare", "diff", "eval")  # the same command goes on where a killed one was
 SHARED = "quantize"  # the command that several processes work on
-KEPT = "finished steps are kept, the same command continues the run"
+CONTINUES = "finished steps are kept, the same command continues the run"
 SCARCE = {  # limits of a machine or a shell
     errno.EMFILE: "too many open files: raise the limit (`ulimit -n`)",
     errno.ENFILE: "too many open files on this machine",
@@ -76,10 +76,10 @@ class Commands(TyperGroup):
             lacking = _lacking(error)
             if lacking is None:
                 raise
-            _complain(f"error: {lacking}{_kept(ctx)}")
+            _complain(f"error: {lacking}{_advice(ctx)}")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            _complain(f"interrupted{_kept(ctx)}")
+            _complain(f"interrupted{_advice(ctx)}")
             raise typer.Exit(130) from None
 
 
@@ -89,10 +89,10 @@ def _lacking(error: BaseException) -> str | None:
         return SCARCE[errno.ENOMEM]
     if isinstance(error, OSError) and error.errno in SCARCE:
         return SCARCE[error.errno]
-    found = next((number for number in SCARCE if os.strerror(number).lower() in str(error).lower()), None)
-    if found is None and any(words in str(error) for words in ALLOCATOR):
-        found = errno.ENOMEM
-    return None if found is None else SCARCE[found]
+    text = str(error)
+    numbers = [number for number in SCARCE if os.strerror(number).lower() in text.lower()]
+    numbers += [errno.ENOMEM for words in ALLOCATOR if words in text]
+    return SCARCE[numbers[0]] if numbers else None
 
 
 def _complain(text: str) -> None:
@@ -100,8 +100,9 @@ def _complain(text: str) -> None:
     typer.echo(printable(text, also="\n\t"), err=True)
 
 
-def _kept(ctx: Any) -> str:
-    return f": {KEPT}" if ctx.invoked_subcommand in RESUMED else ""
+def _advice(ctx: Any) -> str:
+    """What to do after an error that is no fault of the run."""
+    return f": {CONTINUES}" if ctx.invoked_subcommand in RESUMED else ""
 
 
 def _contributed() -> dict[str, EntryPoint]:

@@ -12,49 +12,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onptq.checkpoint.catalogs import is_cataloged
-from onptq.cli.drawing import (
-    behaviour_prompts,
-    calibration_prompts,
-    largest_data,
-    needs_calibration,
-    origin,
-    unseen,
-    usable_by,
-)
+from onptq.cli import options
+from onptq.cli.comparing import TEST, compare_candidates, parse_models
 from onptq.cli.report import FORMATS, TOP, page_of_results, print_page, report_differences
 from onptq.cli.report_tables import print_report
 from onptq.cli.samples import compare_samples
-from onptq.cli.servers import (
-    KEY_HELP,
-    MODEL_DEFAULT,
-    MODEL_HELP,
-    TIMEOUT,
-    TIMEOUT_HELP,
-    are_servers,
-    compare_servers,
-    key_in,
-    place_name,
-    refuse_server_options,
-)
-from onptq.cli.settings import (
-    DEVICE_HELP,
-    EMBEDDED_HELP,
-    ON_BAD_PROMPT_HELP,
-    PRESET_DEFAULT,
-    ZOO,
-    make_reporter,
-    resolve_recipe,
-    short_name,
-    use_one_thread,
-)
+from onptq.cli.servers import are_servers, compare_servers, refuse_server_options
+from onptq.cli.settings import make_reporter, resolve_recipe, short_name, use_one_thread
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
     from onptq.evaluate.summary import Report
 
 PROMPTS = 64
-SPLITS = ("test", "held-out")
+SPLITS = (TEST, "held-out")
 
 
 def compare(
@@ -95,10 +66,7 @@ def compare(
             show_default="all embedded ones that the model can be given",
         ),
     ] = None,
-    items: Annotated[
-        int | None,
-        typer.Option(min=1, help="Items per task.", show_default="400 in all, e.g. 100 of 4 tasks"),
-    ] = None,
+    items: options.Items = None,
     prompts: Annotated[
         int | None,
         typer.Option(
@@ -119,12 +87,9 @@ def compare(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(help=f"Manifest of prompts to build candidates with{EMBEDDED_HELP}"),
+        typer.Option(help=f"Manifest of prompts to build candidates with{options.EMBEDDED_HELP}"),
     ] = None,
-    on_bad_prompt: Annotated[
-        str,
-        typer.Option(metavar="fail|skip", help=ON_BAD_PROMPT_HELP),
-    ] = "fail",
+    on_bad_prompt: options.OnBadPrompt = "fail",
     critical: Annotated[
         bool,
         typer.Option(
@@ -136,19 +101,8 @@ def compare(
     split: Annotated[
         str, typer.Option(help="Where embedded items and prompts come from: test, or held-out while you tune.")
     ] = SPLITS[0],
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="Preset of the candidates built here: light, default, best, risk, paper or zoo.",
-            show_default=PRESET_DEFAULT,
-        ),
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="FIELD=VALUE", help="Change any field of the recipe they are built by; repeatable."
-        ),
-    ] = None,
+    preset: options.Preset = None,
+    changes: options.Changes = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling, and of what is built.")] = 0,
     seeds: Annotated[
         int,
@@ -157,12 +111,12 @@ def compare(
             help="Build every candidate that calibrates with so many seeds: its own and those that follow. Its row has means.",
         ),
     ] = 1,
-    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help=MODEL_HELP, show_default=MODEL_DEFAULT)] = None,
-    key_env: Annotated[str | None, typer.Option(metavar="NAME", help=KEY_HELP)] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help=TIMEOUT_HELP)] = TIMEOUT,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print progress and the report as JSON lines.")] = False,
+    device: options.Device = None,
+    model: options.ServedModel = None,
+    key_env: options.Key = None,
+    timeout: options.Timeout = options.TIMEOUT,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
 ) -> None:
     """Compare CANDIDATEs with DENSE and with each other. Killed at any moment, the same command continues."""
     if split not in SPLITS:
@@ -173,65 +127,52 @@ def compare(
     if metric is not None:
         raise OnPTQError("--metric chooses among the metrics of logs; expected --samples with it")
     reporter = make_reporter(quiet, json)
-    of_the_zoo = dense.startswith(ZOO)
-    if of_the_zoo:
-        use_one_thread()
-    options = {"seed": seed, "compute.device": device}
-    recipe = resolve_recipe(preset or ("zoo" if of_the_zoo else None), None, options, changes or [])
+    use_one_thread(dense)
+    recipe = resolve_recipe(preset, None, {"seed": seed, "compute.device": device}, changes, model=dense)
     if are_servers(dense, candidates):
         for option, given in (("--tasks", tasks not in (None, "none")), ("--items", items), ("--critical", critical)):
             if given:
-                raise OnPTQError(f"{option} is for checkpoints: servers are asked the prompts of --manifest alone")
-        folder = Path(f"{place_name(dense)}-compared") if out is None else out
-        longest, key = recipe.follow.max_tokens, key_in(key_env)
+                raise OnPTQError(f"{option} is for checkpoints: servers answer the prompts of --manifest alone")
         page, path = compare_servers(
-            dense, candidates, folder, manifest, prompts, longest, model, key, timeout, reporter
+            dense,
+            candidates,
+            out,
+            "compared",
+            recipe,
+            reporter,
+            manifest=manifest,
+            prompts=prompts,
+            model=model,
+            key_env=key_env,
+            timeout=timeout,
         )
         report_differences(page, path, FORMATS[0], TOP, quiet, json, reporter)
         return
     refuse_server_options(model, key_env)
 
-    from onptq.checkpoint.source import choose_device, find_source
     from onptq.data.calibration import check_on_bad_prompt
-    from onptq.evaluate.candidates import parse_candidates, with_seeds
-    from onptq.evaluate.comparison import compare_models
-    from onptq.page.places import as_candidate
-    from onptq.run import check_place
-    from onptq.zoo.materials import draw_items
+    from onptq.evaluate.candidates import with_seeds
 
     check_on_bad_prompt(on_bad_prompt)
-    parsed = parse_candidates([as_candidate(one) for one in candidates], recipe, changes or [])
-    source = find_source(dense)
-    family = source.family.name
+    parsed = parse_models(candidates, recipe, changes)
     folder = Path(f"{short_name(dense)}-compared") if out is None else out
-    choose_device(recipe.compute.device)
-    check_place(folder)
-    usable = usable_by(source, recipe) if on_bad_prompt == "skip" else None
-    data = largest_data(parsed, recipe.data)
-    calibrating, held_out = (
-        calibration_prompts(family, calibration, data, is_cataloged(dense), reporter, usable, seed)
-        if calibration is not None or needs_calibration(parsed)
-        else ([], [])
-    )
     earlier = models_in(folder)
-    questions = draw_items(family, tasks, items, split, reporter)
-    followed = behaviour_prompts(
-        family, manifest, PROMPTS if prompts is None else prompts, split, data.holdout, reporter, usable
-    )
-    followed = unseen(followed, [*calibrating, *held_out], reporter)
-    report = compare_models(
-        source,
+    report = compare_candidates(
+        dense,
         parsed,
         folder,
-        items=questions,
-        prompts=followed,
-        origin=origin(questions, followed, split, manifest),
-        calibration=calibrating,
-        holdout=held_out,
-        recipe=recipe,
+        recipe,
+        reporter,
+        manifest=manifest,
+        prompts=PROMPTS if prompts is None else prompts,
+        calibration=calibration,
+        tasks=tasks,
+        items=items,
+        split=split,
+        on_bad_prompt=on_bad_prompt,
         critical=critical,
+        seed=seed,
         seeds=seeds,
-        reporter=reporter,
     )
     written = page_of_results(folder, reporter)
     if json:

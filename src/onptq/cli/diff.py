@@ -9,48 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onptq.checkpoint.catalogs import is_cataloged
-from onptq.cli.drawing import (
-    behaviour_prompts,
-    calibration_prompts,
-    embedded_kind,
-    largest_data,
-    needs_calibration,
-    origin,
-    unseen,
-)
+from onptq.cli import options
+from onptq.cli.comparing import compare_candidates, parse_models
+from onptq.cli.drawing import embedded_kind
 from onptq.cli.report import FORMATS, report_differences
-from onptq.cli.servers import (
-    KEY_HELP,
-    MODEL_DEFAULT,
-    MODEL_HELP,
-    TIMEOUT,
-    TIMEOUT_HELP,
-    are_servers,
-    compare_servers,
-    key_in,
-    place_name,
-    refuse_server_options,
-)
-from onptq.cli.settings import (
-    DEVICE_HELP,
-    EMBEDDED_HELP,
-    ZOO,
-    make_reporter,
-    resolve_recipe,
-    short_name,
-    use_one_thread,
-)
+from onptq.cli.servers import are_servers, compare_servers, refuse_server_options
+from onptq.cli.settings import make_reporter, resolve_recipe, short_name, use_one_thread
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
+    from onptq.evaluate.candidates import Candidate
     from onptq.page.contract import Page
-    from onptq.progress import Reporter
-    from onptq.recipe import Recipe
 
 EMBEDDED_PROMPTS = 64
 EVERY = 2**31  # prompts of a manifest
-SPLIT = "test"
 
 
 def diff(
@@ -102,7 +74,7 @@ def diff(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(help=f"Manifest of prompts to build METHOD:SCHEME with{EMBEDDED_HELP}"),
+        typer.Option(help=f"Manifest of prompts to build METHOD:SCHEME with{options.EMBEDDED_HELP}"),
     ] = None,
     changes: Annotated[
         list[str] | None,
@@ -112,17 +84,11 @@ def diff(
             help="Change any field of the recipe, e.g. report.detail=full for the likeliest tokens of every state; repeatable.",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=MODEL_HELP, show_default=MODEL_DEFAULT),
-    ] = None,
-    key_env: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=KEY_HELP),
-    ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help=TIMEOUT_HELP)] = TIMEOUT,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
+    device: options.Device = None,
+    model: options.ServedModel = None,
+    key_env: options.Key = None,
+    timeout: options.Timeout = options.TIMEOUT,
+    quiet: options.Quiet = False,
     json: Annotated[bool, typer.Option("--json", help="Print progress and all changed answers as JSON lines.")] = False,
 ) -> None:
     """Show which answers QUANTIZED changed against DENSE, worst first, in the terminal and on a page.
@@ -133,72 +99,43 @@ def diff(
         raise OnPTQError(f"--format {form}: expected one of {', '.join(FORMATS)}")
     reporter = make_reporter(quiet, json)
     settings = {"compute.device": device, "follow.max_tokens": max_tokens}
-    recipe = resolve_recipe("zoo" if dense.startswith(ZOO) else None, None, settings, changes or [])
+    recipe = resolve_recipe(None, None, settings, changes, model=dense)
     if are_servers(dense, quantized):
-        folder = Path(f"{place_name(dense)}-diff") if out is None else out
-        longest, key = recipe.follow.max_tokens, key_in(key_env)
         page, path = compare_servers(
-            dense, quantized, folder, manifest, prompts, longest, model, key, timeout, reporter
+            dense,
+            quantized,
+            out,
+            "diff",
+            recipe,
+            reporter,
+            manifest=manifest,
+            prompts=prompts,
+            model=model,
+            key_env=key_env,
+            timeout=timeout,
         )
     else:
         refuse_server_options(model, key_env)
+        use_one_thread(dense)
+        candidates = parse_models(quantized, recipe, changes)
         folder = Path(f"{short_name(dense)}-diff") if out is None else out
-        page, path = _of_models(
-            dense, quantized, folder, manifest, prompts, calibration, recipe, changes or [], reporter
+        every = EMBEDDED_PROMPTS if embedded_kind(manifest) is not None else EVERY
+        count = every if prompts is None else prompts
+        compare_candidates(
+            dense, candidates, folder, recipe, reporter, manifest=manifest, prompts=count, calibration=calibration
         )
+        page, path = _page_of(candidates, folder)
     report_differences(page, path, form, top, quiet, json, reporter)
     _fail(page, fail_above)
 
 
-def _of_models(
-    dense: str,
-    quantized: Sequence[str],
-    folder: Path,
-    manifest: Path | None,
-    count: int | None,
-    calibration: Path | None,
-    recipe: Recipe,
-    changes: Sequence[str],
-    reporter: Reporter,
-) -> tuple[Page, Path]:
-    """The page of the named candidates, and the file of the whole one."""
-    if dense.startswith(ZOO):
-        use_one_thread()
-
-    from onptq.checkpoint.source import choose_device, find_source
-    from onptq.evaluate.candidates import parse_candidates
-    from onptq.evaluate.comparison import compare_models
+def _page_of(candidates: Sequence[Candidate], folder: Path) -> tuple[Page, Path]:
+    """The page of these candidates alone, and the file of that of all in the folder."""
     from onptq.page.make import gather, make
-    from onptq.page.places import as_candidate, find
-    from onptq.run import check_place
+    from onptq.page.places import find
 
-    parsed = parse_candidates([as_candidate(one) for one in quantized], recipe, changes)
-    source = find_source(dense)
-    family = source.family.name
-    choose_device(recipe.compute.device)
-    check_place(folder)
-    data = largest_data(parsed, recipe.data)
-    calibrating, held_out = (
-        calibration_prompts(family, calibration, data, is_cataloged(dense), reporter)
-        if needs_calibration(parsed)
-        else ([], [])
-    )
-    wanted = (EMBEDDED_PROMPTS if embedded_kind(manifest) is not None else EVERY) if count is None else count
-    asked = behaviour_prompts(family, manifest, wanted, SPLIT, data.holdout, reporter)
-    asked = unseen(asked, [*calibrating, *held_out], reporter)
-    compare_models(
-        source,
-        parsed,
-        folder,
-        prompts=asked,
-        origin=origin([], asked, SPLIT, manifest),
-        calibration=calibrating,
-        holdout=held_out,
-        recipe=recipe,
-        reporter=reporter,
-    )
     page = gather([find(folder)])
-    names = {one.name for one in parsed}
+    names = {one.name for one in candidates}
     return replace(page, candidates=[one for one in page.candidates if one.name in names]), make([folder])
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
-    from onptq.checkpoint.source import Source
     from onptq.data.prompts import Prompt
-    from onptq.evaluate.candidates import Candidate
     from onptq.progress import Reporter
-    from onptq.recipe import DataConfig, Recipe
+    from onptq.recipe import DataConfig
 
 Usable = Callable[["Prompt"], object]
 EMBEDDED = "zoo:"  # before the kind of embedded prompts, e.g. zoo:captions
@@ -78,15 +75,6 @@ def origin(items: Sized, prompts: Sized, split: str, manifest: Path | None = Non
     return "; ".join(texts)
 
 
-def usable_by(source: Source, recipe: Recipe) -> Usable:
-    """A function that raises where the dense model cannot be given a prompt."""
-    from onptq.models.processing import PromptProcessor
-
-    special = recipe.data.special_tokens
-    processor = PromptProcessor.from_folder(source.folder, source.family, source.config, special)
-    return partial(processor.check, max_new=recipe.follow.max_tokens)
-
-
 def _load(manifest: Path, reporter: Reporter, usable: Usable | None, limit: int | None = None) -> list[Prompt]:
     """The prompts of a manifest; with `usable` bad ones are skipped, which a warning says."""
     from onptq.data.calibration import describe_skipped
@@ -107,38 +95,3 @@ def _once(prompts: Sequence[Prompt], manifest: Path, reporter: Reporter) -> list
     if twice := len(prompts) - len(unique):
         reporter.note(f"{twice} of {len(prompts)} prompts of {manifest.name} repeat an earlier one and are used once")
     return unique
-
-
-def unseen(prompts: Sequence[Prompt], calibration: Sequence[Prompt], reporter: Reporter) -> list[Prompt]:
-    """The prompts that are no calibration prompts: on those, candidates built here would look better than they are."""
-    from onptq.data.manifest import repeated
-
-    seen = repeated(prompts, calibration)
-    if not seen:
-        return list(prompts)
-    if len(seen) == len(prompts):
-        raise OnPTQError(
-            f"all {len(prompts)} prompts that behaviour is compared on are calibration prompts too; expected others, by "
-            "--manifest"
-        )
-    reporter.warn(
-        f"{len(seen)} of {len(prompts)} prompts that behaviour is compared on are calibration prompts too, e.g. {seen[0]}: "
-        "they are left out"
-    )
-    taken = {prompt.ordinal for prompt in seen}
-    return [prompt for prompt in prompts if prompt.ordinal not in taken]
-
-
-def largest_data(candidates: Sequence[Candidate], base: DataConfig) -> DataConfig:
-    """The most prompts that any candidate wants."""
-    from onptq.evaluate.candidates import MethodCandidate
-
-    wanted = [base, *(one.recipe.data for one in candidates if isinstance(one, MethodCandidate))]
-    most = {name: max(getattr(one, name) for one in wanted) for name in ("prompts", "holdout")}
-    return base.model_copy(update=most)
-
-
-def needs_calibration(candidates: Sequence[Candidate]) -> bool:
-    from onptq.evaluate.candidates import MethodCandidate
-
-    return any(isinstance(one, MethodCandidate) and one.recipe.needs_prompts for one in candidates)

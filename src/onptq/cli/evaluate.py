@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onptq.cli.settings import DEVICE_HELP, make_reporter, short_name
+from onptq.cli import options
+from onptq.cli.settings import make_reporter, short_name
+from onptq.cli.terminal import make_table
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first items of each task.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Items at a time.")] = 1,
     repetition_penalty: Annotated[float, typer.Option(min=0.1, help="The same for all arms; 1 is none.")] = 1.0,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
+    device: Annotated[str, typer.Option(help=options.DEVICE_HELP)] = "auto",
     arguments: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,8 +68,8 @@ def evaluate(
     task_files: Annotated[
         Path | None, typer.Option(help="Folder of further task files of lm-evaluation-harness.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print progress and results as JSON lines.")] = False,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
 ) -> None:
     """Run benchmarks on MODEL in an environment of their own, and keep every answer for `onptq compare --samples`."""
     from onptq.checkpoint.source import choose_device
@@ -83,13 +85,13 @@ def evaluate(
             return
     if model is None or tasks is None:
         raise OnPTQError("expected MODEL and --tasks, or --make-environment alone")
-    found = find_environment((make_environment or environment or cache_folder() / "harness").absolute())
+    tools = find_environment((make_environment or environment or cache_folder() / "harness").absolute())
     arm, text = find_arm(model, endpoint)
     extra = dict(one.partition("=")[::2] for one in arguments or [])
     chosen = None if arm.folder is None else str(choose_device(device))
     settings = Settings(repetition_penalty, limit, batch, chosen, extra)
     folder = out if out is not None else Path(f"{short_name(model)}-eval")
-    evaluation = Evaluation(folder.absolute(), found, arm, settings, reporter)
+    evaluation = Evaluation(folder.absolute(), tools, arm, settings, reporter)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if text:
         if data is not None:
@@ -121,11 +123,8 @@ def find_arm(model: str, endpoint: str | None) -> tuple[Arm, bool]:
 
 def print_results(results: dict[str, Any], folder: Path) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("task", "metric", "value", "seconds"):
-        table.add_column(column, justify="right" if column in ("value", "seconds") else "left")
+    table = make_table("task", "metric", "value >", "seconds >")
     for record in results.values():
         rows = [(task, name, value) for task, values in record["results"].items() for name, value in values.items()]
         for place, (task, name, value) in enumerate(rows):

@@ -8,32 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onptq.checkpoint.serving import EVIDENCE
-from onptq.cli.settings import (
-    DEVICE_HELP,
-    ENDPOINT_HELP,
-    INIT_HELP,
-    METHOD_HELP,
-    MIX_HELP,
-    ON_BAD_PROMPT_HELP,
-    PRESET_DEFAULT,
-    PRESET_HELP,
-    SCHEME_HELP,
-    VLLM_PYTHON_DEFAULT,
-    VLLM_PYTHON_HELP,
-    ZOO,
-    resolve_recipe,
-    resolve_vllm,
-    use_one_thread,
-    with_mix,
-)
+from onptq.checkpoint.served import EVIDENCE
+from onptq.cli import options
+from onptq.cli.settings import ZOO, resolve_recipe, resolve_vllm, use_one_thread
+from onptq.cli.terminal import make_table
 from onptq.errors import OnPTQError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-    from onptq.checkpoint.serving import Served
+    from onptq.checkpoint.served import Served
     from onptq.data.prompts import Prompt
     from onptq.plan.planning import Plan
     from onptq.recipe import Recipe
@@ -53,9 +37,9 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="Model to quantize: a folder, a downloaded hub id, or a name of `onptq zoo list`.")
     ],
-    scheme: Annotated[str | None, typer.Option(help=SCHEME_HELP, show_default="W4A8")] = None,
-    mix: Annotated[str | None, typer.Option(help=MIX_HELP, show_default="one scheme")] = None,
-    method: Annotated[str | None, typer.Option(help=METHOD_HELP, show_default="onptq")] = None,
+    scheme: options.Scheme = None,
+    mix: options.Mix = None,
+    method: options.Method = None,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -63,10 +47,8 @@ def plan(
             show_default="the zoo's own for models of the zoo, else assumed prompts",
         ),
     ] = None,
-    holdout: Annotated[
-        Path | None, typer.Option(help="Manifest of held-out prompts, instead of some of the calibration prompts.")
-    ] = None,
-    on_bad_prompt: Annotated[str, typer.Option(metavar="fail|skip", help=ON_BAD_PROMPT_HELP)] = "fail",
+    holdout: options.Holdout = None,
+    on_bad_prompt: options.OnBadPrompt = "fail",
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of an assumed prompt, those of images and audio included.")
     ] = None,
@@ -87,18 +69,13 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(help="Folder that the checkpoint would be written to: is it usable, is there room?")
     ] = None,
-    preset: Annotated[str | None, typer.Option(help=PRESET_HELP, show_default=PRESET_DEFAULT)] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Recipe YAML instead of a preset.")] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Change any field of the recipe; repeatable."),
-    ] = None,
-    init: Annotated[str | None, typer.Option(help=INIT_HELP, show_default="the preset's")] = None,
-    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
-    policy_endpoint: Annotated[str | None, typer.Option(metavar="URL", help=ENDPOINT_HELP)] = None,
-    vllm_python: Annotated[
-        Path | None, typer.Option(metavar="PATH", help=VLLM_PYTHON_HELP, show_default=VLLM_PYTHON_DEFAULT)
-    ] = None,
+    preset: options.Preset = None,
+    recipe: options.Recipe = None,
+    changes: options.Changes = None,
+    init: options.Init = None,
+    device: options.Device = None,
+    policy_endpoint: options.PolicyEndpoint = None,
+    vllm_python: options.VllmPython = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the verdict.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, every term of every phase.")] = False,
 ) -> None:
@@ -108,12 +85,9 @@ def plan(
     """
     if quiet and json:
         raise OnPTQError("expected one of --quiet and --json, got both")
-    of_the_zoo = model.startswith(ZOO)
-    if of_the_zoo:
-        use_one_thread()
-        preset = "zoo" if preset is None and recipe is None else preset
-    options = {"scheme": scheme, "method": method, "init": init, "compute.device": device}
-    resolved = with_mix(resolve_recipe(preset, recipe, options, changes or []), mix)
+    use_one_thread(model)
+    chosen = {"scheme": scheme, "method": method, "init": init, "compute.device": device}
+    resolved = resolve_recipe(preset, recipe, chosen, changes, model=model, mix=mix)
     server = resolve_vllm(resolved, policy_endpoint, vllm_python)
     from rich.console import Console
 
@@ -125,7 +99,7 @@ def plan(
     prompts: Path | list[Prompt] | None = calibration
     held_out: Path | list[Prompt] | None = holdout
     with Console(stderr=True).status("reading the model and measuring the machine"):
-        if of_the_zoo and calibration is None and prompt_tokens is None:
+        if model.startswith(ZOO) and calibration is None and prompt_tokens is None:
             prompts, drawn = _own_calibration(model, resolved)
             held_out = drawn if holdout is None else holdout
         result = make_plan(
@@ -186,7 +160,7 @@ def _print_parts(console: Console, plan: Plan) -> None:
     console.print(
         f"\n{plan.model} ({plan.family}) in {plan.recipe.scheme} by {plan.recipe.method}{start}", style="bold"
     )
-    table = _table("part", "modules >", "parameters >", "now >", "written >", "becomes")
+    table = make_table("part", "modules >", "parameters >", "now >", "written >", "becomes")
     for part in parts.parts:
         becomes = plan.recipe.scheme if part.quantized else "as it is"
         table.add_row(
@@ -203,7 +177,7 @@ def _print_phases(console: Console, plan: Plan) -> None:
 
     assert plan.machine is not None
     machine, phases = plan.machine, plan.phases
-    table = _table("phase", "time >", *(("GPU >",) if machine.on_gpu else ()), "host >", "mostly")
+    table = make_table("phase", "time >", *(("GPU >",) if machine.on_gpu else ()), "host >", "mostly")
     for phase in phases:
         largest = sorted((phase.gpu or phase.host).items(), key=lambda term: -term[1])[:LARGEST_TERMS]
         mostly = ", ".join(f"{name} {size(count)}" for name, count in largest if count)
@@ -237,7 +211,7 @@ def _print_serving(console: Console, serving: tuple[Served, ...]) -> None:
 def _print_server(console: Console, server: str, rows: list[Served]) -> None:
     from rich.text import Text
 
-    table = _table(server, "", "computes", "kernel", "switch", "known")
+    table = make_table(server, "", "computes", "kernel", "switch", "known")
     notes: dict[str, int] = {}
     for row in rows:
         mark = f" [{notes.setdefault(row.note, len(notes) + 1)}]" if row.note else ""
@@ -248,14 +222,3 @@ def _print_server(console: Console, server: str, rows: list[Served]) -> None:
         console.print(f"[{number}] {note}", style="dim")
     known = "; ".join(f"{name} = {EVIDENCE[name]}" for name in dict.fromkeys(row.evidence for row in rows))
     console.print(f"known: {known}", style="dim")
-
-
-def _table(*heads: str) -> Table:
-    """Columns by their heads; those that end with > are aligned to the right."""
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for head in heads:
-        right = head.endswith(" >")
-        table.add_column(head.removesuffix(" >"), justify="right" if right else "left", overflow="fold")
-    return table

@@ -8,31 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onptq.checkpoint.catalogs import is_cataloged
+from onptq.cli import options
 from onptq.cli.drawing import embedded_kind, origin
 from onptq.cli.report import page_of_results, print_page
 from onptq.cli.result import overview, print_comparison, print_examples, print_next
-from onptq.cli.settings import (
-    DEVICE_HELP,
-    EMBEDDED_HELP,
-    ENDPOINT_HELP,
-    INIT_HELP,
-    METHOD_HELP,
-    MIX_HELP,
-    ON_BAD_PROMPT_HELP,
-    PRESET_DEFAULT,
-    PRESET_HELP,
-    SCHEME_HELP,
-    VLLM_ARGS_HELP,
-    VLLM_PYTHON_DEFAULT,
-    VLLM_PYTHON_HELP,
-    ZOO,
-    make_reporter,
-    resolve_recipe,
-    resolve_vllm,
-    short_name,
-    use_one_thread,
-    with_mix,
-)
+from onptq.cli.settings import ZOO, make_reporter, resolve_recipe, resolve_vllm, short_name, use_one_thread
 from onptq.errors import OnPTQError
 from onptq.ranks import is_first
 from onptq.schemes import Scheme
@@ -62,17 +42,15 @@ def quantize(
             show_default="the model's name and the scheme, e.g. qwen2.5-vl-W4A8",
         ),
     ] = None,
-    scheme: Annotated[str | None, typer.Option(help=SCHEME_HELP, show_default="W4A8")] = None,
-    mix: Annotated[str | None, typer.Option(help=MIX_HELP, show_default="one scheme")] = None,
-    method: Annotated[str | None, typer.Option(help=METHOD_HELP, show_default="onptq")] = None,
+    scheme: options.Scheme = None,
+    mix: options.Mix = None,
+    method: options.Method = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(help=f"Manifest of prompts, .jsonl or .parquet; rtn needs none{EMBEDDED_HELP}"),
+        typer.Option(help=f"Manifest of prompts, .jsonl or .parquet; rtn needs none{options.EMBEDDED_HELP}"),
     ] = None,
-    holdout: Annotated[
-        Path | None, typer.Option(help="Manifest of held-out prompts, instead of some of the calibration prompts.")
-    ] = None,
-    on_bad_prompt: Annotated[str, typer.Option(metavar="fail|skip", help=ON_BAD_PROMPT_HELP)] = "fail",
+    holdout: options.Holdout = None,
+    on_bad_prompt: options.OnBadPrompt = "fail",
     on_degenerate: Annotated[
         str,
         typer.Option(
@@ -81,25 +59,21 @@ def quantize(
             "are not: stop before the checkpoint is written, or warn.",
         ),
     ] = "fail",
-    preset: Annotated[str | None, typer.Option(help=PRESET_HELP, show_default=PRESET_DEFAULT)] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Recipe YAML instead of a preset.")] = None,
-    changes: Annotated[
-        list[str] | None,
+    preset: options.Preset = None,
+    recipe: options.Recipe = None,
+    changes: options.Changes = None,
+    init: options.Init = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all that is random.")] = None,
+    device: options.Device = None,
+    policy_endpoint: options.PolicyEndpoint = None,
+    vllm_python: options.VllmPython = None,
+    vllm_args: Annotated[
+        str | None,
         typer.Option(
-            "--set", metavar="FIELD=VALUE", help="Change any field of the recipe; repeatable, wins over others."
+            metavar="OPTIONS",
+            help="Further options of the server that is started, e.g. '--tensor-parallel-size 2'.",
         ),
     ] = None,
-    init: Annotated[
-        str | None,
-        typer.Option(help=INIT_HELP, show_default="the preset's: search+signround; search in light and paper"),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of all that is random.")] = None,
-    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
-    policy_endpoint: Annotated[str | None, typer.Option(metavar="URL", help=ENDPOINT_HELP)] = None,
-    vllm_python: Annotated[
-        Path | None, typer.Option(metavar="PATH", help=VLLM_PYTHON_HELP, show_default=VLLM_PYTHON_DEFAULT)
-    ] = None,
-    vllm_args: Annotated[str | None, typer.Option(metavar="OPTIONS", help=VLLM_ARGS_HELP)] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Reload the checkpoint and compare it.")] = True,
     evaluate: Annotated[
         bool | None,
@@ -110,25 +84,19 @@ def quantize(
             show_default="models of the zoo only",
         ),
     ] = None,
-    items: Annotated[
-        int | None, typer.Option(min=1, help="Test items per task.", show_default="400 in all, e.g. 100 of 4 tasks")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print progress and result as JSON lines.")] = False,
+    items: options.Items = None,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
 ) -> None:
     """Quantize MODEL. Killed at any moment, the same command continues; given again, it shows the finished run."""
-    of_the_zoo = model.startswith(ZOO)
-    evaluated = of_the_zoo if evaluate is None else evaluate
+    evaluated = model.startswith(ZOO) if evaluate is None else evaluate
     if items is not None and not evaluated:
         raise OnPTQError("--items is for an evaluation, and there is none here: give --evaluate, or leave out --items")
-    if of_the_zoo and recipe is None and preset is None:
-        preset = "zoo"
-    options = {"scheme": scheme, "method": method, "init": init, "seed": seed, "compute.device": device}
-    resolved = with_mix(resolve_recipe(preset, recipe, options, changes or []), mix)
+    chosen = {"scheme": scheme, "method": method, "init": init, "seed": seed, "compute.device": device}
+    resolved = resolve_recipe(preset, recipe, chosen, changes, model=model, mix=mix)
     server = resolve_vllm(resolved, policy_endpoint, vllm_python, vllm_args)
     reporter = make_reporter(quiet, json)
-    if of_the_zoo:
-        use_one_thread()
+    use_one_thread(model)
     folder = default_out(model, resolved) if out is None else out
 
     import onptq

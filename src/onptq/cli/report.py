@@ -92,8 +92,8 @@ def report_differences(
     from onptq.page.differences import all_differences, print_differences, to_json, to_markdown
 
     if json:
-        found = [one.to_dict() for one in all_differences(page)]
-        reporter.result({"page": str(path), "candidates": found})
+        candidates = [one.to_dict() for one in all_differences(page)]
+        reporter.result({"page": str(path), "candidates": candidates})
     elif not quiet and form == FORMATS[0]:
         from rich.console import Console
 

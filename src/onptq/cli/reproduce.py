@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import shlex
 import sys
 from pathlib import Path
@@ -9,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onptq.cli.settings import DEVICE_HELP, INIT_HELP, ZOO, make_reporter, use_one_thread
+from onptq.cli import options
+from onptq.cli.settings import make_reporter, use_one_thread
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
@@ -46,11 +49,12 @@ def run(
     scheme: Annotated[
         str | None, typer.Option(help="One scheme for everything.", show_default="the paper's for each result")
     ] = None,
-    init: Annotated[str, typer.Option(help=INIT_HELP)] = "search",
+    init: Annotated[str, typer.Option(help=options.INIT_HELP)] = "search",
     scale: Annotated[
         str,
         typer.Option(
-            metavar="quick|full", help="quick is a trial of minutes; full has the paper's numbers of prompts."
+            metavar="quick|medium|full",
+            help="quick is a trial of minutes, medium takes about an hour; full has the paper's numbers of prompts.",
         ),
     ] = "quick",
     seeds: Annotated[
@@ -79,9 +83,9 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of every recipe; repeatable."),
     ] = None,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print progress and results as JSON lines.")] = False,
+    device: Annotated[str, typer.Option(help=options.DEVICE_HELP)] = "auto",
+    quiet: options.Quiet = False,
+    json: options.Json = False,
 ) -> None:
     """Run NAME... and write a page of each: what the paper claims, what was measured, whether it holds here.
 
@@ -95,8 +99,7 @@ def run(
     if answers:
         check_answered(wanted)
     reporter = make_reporter(quiet, json)
-    if model.startswith(ZOO):
-        use_one_thread()
+    use_one_thread(model)
 
     from onptq.reproduce.answered import parse_arm
     from onptq.reproduce.experiment import Experiment
@@ -117,6 +120,8 @@ def run(
         answers=tuple(map(parse_arm, answers or ())),
         changes=tuple(map(parse_override, changes or ())),
     )
+    gc.freeze()  # modules are no garbage, and there is a collection before each of many models
+    atexit.register(gc.unfreeze)
     experiment = Experiment(settings, reporter)
     failed, clock = [], Clock(wanted)
     for name in wanted:

@@ -15,12 +15,7 @@ from onptq.errors import OnPTQError
 if TYPE_CHECKING:
     from onptq.page.contract import Page
     from onptq.progress import Reporter
-
-MODEL_HELP = "What the servers call their model."
-MODEL_DEFAULT = "the one that each of them serves"
-KEY_HELP = "Environment variable with the API key, which is sent to all servers."
-TIMEOUT_HELP = "Seconds to wait for one answer of a server."
-TIMEOUT = 300.0
+    from onptq.recipe import Recipe
 
 
 def are_servers(dense: str, quantized: Sequence[str]) -> bool:
@@ -45,16 +40,20 @@ def refuse_server_options(model: str | None, key_env: str | None) -> None:
 def compare_servers(
     dense: str,
     quantized: Sequence[str],
-    folder: Path,
-    manifest: Path | None,
-    count: int | None,
-    max_tokens: int,
-    model: str | None,
-    key: str | None,
-    timeout: float,
+    out: Path | None,
+    ending: str,
+    recipe: Recipe,
     reporter: Reporter,
+    *,
+    manifest: Path | None,
+    prompts: int | None,
+    model: str | None,
+    key_env: str | None,
+    timeout: float,
 ) -> tuple[Page, Path]:
-    """The page of the servers' answers to the prompts of a manifest, and the file it was written into."""
+    """The page of the servers' answers to the prompts of a manifest, and the file it was written into.
+
+    Without `out` that is in a folder named after the dense model's address, with this ending."""
     from onptq.data.manifest import load_manifest
     from onptq.page.chat_server import ChatServer
     from onptq.page.endpoint_receipt import receipt_of_servers
@@ -65,22 +64,24 @@ def compare_servers(
 
     if manifest is None or embedded_kind(manifest) is not None:
         raise OnPTQError("servers are asked your own prompts; expected --manifest PROMPTS, a .jsonl or .parquet file")
+    folder = Path(f"{_place_name(dense)}-{ending}") if out is None else out
     if (folder / HOME).exists() or (folder.exists() and not folder.is_dir()):
         raise OnPTQError(f"{folder} holds something else than a comparison of servers: choose another --out")
-    asked = load_manifest(manifest, limit=count, note=reporter.note)
+    key, max_tokens = _key_in(key_env), recipe.follow.max_tokens
+    loaded = load_manifest(manifest, limit=prompts, note=reporter.note)
     try:
         endpoints = endpoints_of(dense, quantized)
         servers = [ChatServer(one.url, model=model, key=key, timeout=timeout) for one in endpoints]
-        page = page_of_servers(endpoints, servers, asked, max_tokens, f"prompts of {manifest.name}", reporter)
+        page = page_of_servers(endpoints, servers, loaded, max_tokens, f"prompts of {manifest.name}", reporter)
     except KeyboardInterrupt:
         typer.echo("interrupted: answers of servers are not kept, the same command asks them again", err=True)
         raise typer.Exit(130) from None
     models = [server.model for server in servers]
-    deliver(page, folder / PAGE, receipt_of_servers(page, endpoints, models, asked, max_tokens))
+    deliver(page, folder / PAGE, receipt_of_servers(page, endpoints, models, loaded, max_tokens))
     return page, folder / PAGE
 
 
-def key_in(variable: str | None) -> str | None:
+def _key_in(variable: str | None) -> str | None:
     """The key in an environment variable."""
     if variable is None:
         return None
@@ -89,7 +90,7 @@ def key_in(variable: str | None) -> str | None:
     return os.environ[variable]
 
 
-def place_name(address: str) -> str:
+def _place_name(address: str) -> str:
     """A folder's name from the address of a server."""
     from onptq.evaluate.candidates import folder_name
     from onptq.page.endpoints import Endpoint

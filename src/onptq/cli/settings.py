@@ -1,78 +1,67 @@
-"""Options that several commands share: help texts, the recipe, the reporter, the default folder."""
+"""What several commands do with their options: the recipe, the reporter, the number of threads, names of folders."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onptq.checkpoint.catalogs import is_cataloged
 from onptq.errors import OnPTQError
 from onptq.ranks import is_first
-from onptq.schemes import NAMED
 
 if TYPE_CHECKING:
     from onptq.progress import Reporter
     from onptq.recipe import Recipe
 
 ZOO = "zoo:"
-SCHEME_HELP = (
-    f"W4A16, W8A8, W4A8, W4A6, any WbAb; -gN, and -asym with A16; {', '.join(NAMED)}; +kv8 for a KV cache of 8 bits."
-)
-METHOD_HELP = (
-    "onptq; its controls static (gamma 0), uniform (no risk) and offpolicy (the dense model's rollouts); or a base method: "
-    "`onptq list methods`."
-)
-MIX_HELP = (
-    "Other schemes for some linears: PATTERN=SCHEME, or =dense, with commas between them; the last match counts. Or the "
-    "mix.json of `onptq mix`."
-)
-PRESET_HELP = "light, default, best, risk, paper or zoo (few prompts and one round: two minutes on two cores)."
-PRESET_DEFAULT = "zoo for models of the zoo, else default"
-ON_BAD_PROMPT_HELP = "Stop at prompts that cannot be used, or leave them out and say which."
-EMBEDDED_HELP = "; named models bring their own: zoo:mix of all tasks, or zoo:captions."
-DEVICE_HELP = "auto, cpu, cuda or cuda:N."
-ENDPOINT_HELP = "With follow.engine=vllm: a server that writes the rollouts, e.g. http://localhost:8000/v1."
-VLLM_PYTHON_HELP = "With follow.engine=vllm: the Python whose vLLM is started to write the rollouts."
-VLLM_PYTHON_DEFAULT = "ONPTQ_VLLM_PYTHON, else this one"
-VLLM_ARGS_HELP = "Further options of the server that is started, e.g. '--tensor-parallel-size 2'."
-INIT_HELP = "The base method that calibration starts from: `onptq list methods`."
 
 
-def resolve_recipe(preset: str | None, file: Path | None, options: Mapping[str, Any], changes: list[str]) -> Recipe:
-    """The preset or recipe file, changed by the options that were given, then by --set."""
+def resolve_recipe(
+    preset: str | None,
+    file: Path | None,
+    options: Mapping[str, Any],
+    changes: Sequence[str] | None,
+    *,
+    model: str = "",
+    mix: str | None = None,
+) -> Recipe:
+    """The preset or recipe file, changed by the options that were given, then by --set, then by --mix.
+
+    Models of the zoo have a preset of their own."""
     from onptq.overrides import parse_override
     from onptq.recipe import Recipe
 
     overrides = {name: value for name, value in options.items() if value is not None}
-    overrides.update(map(parse_override, changes))
+    overrides.update(map(parse_override, changes or ()))
     if file is None:
-        return Recipe.preset("default" if preset is None else preset, overrides)
-    if preset is not None:
+        usual = "zoo" if model.startswith(ZOO) else "default"
+        recipe = Recipe.preset(usual if preset is None else preset, overrides)
+    elif preset is None:
+        recipe = Recipe.from_yaml(file, overrides)
+    else:
         raise OnPTQError("expected one of --preset and --recipe, got both")
-    return Recipe.from_yaml(file, overrides)
+    return recipe if mix is None else _with_mix(recipe, mix)
 
 
-def with_mix(resolved: Recipe, mix: str | None) -> Recipe:
+def _with_mix(recipe: Recipe, mix: str) -> Recipe:
     """The recipe with other schemes for the linears that `mix` names, or with those of a `mix.json`."""
-    if mix is None:
-        return resolved
     from onptq.schemes import Scheme
 
-    scheme = Scheme.parse(resolved.scheme)
+    scheme = Scheme.parse(recipe.scheme)
     if not mix.endswith(".json"):
-        return resolved.with_overrides({"scheme": str(scheme.mixed(mix))})
+        return recipe.with_overrides({"scheme": str(scheme.mixed(mix))})
     from onptq.files import read_json
 
-    found = read_json(Path(mix))
-    if not isinstance(found, dict) or not isinstance(found.get("scheme"), str):
+    content = read_json(Path(mix))
+    if not isinstance(content, dict) or not isinstance(content.get("scheme"), str):
         raise OnPTQError(f"--mix {mix}: expected the mix.json of `onptq mix`, with a scheme in it")
-    mixed = Scheme.parse(found["scheme"])
+    mixed = Scheme.parse(content["scheme"])
     if mixed.unmixed != scheme.unmixed:
         raise OnPTQError(f"--mix {mix} was made for {mixed.unmixed}, and the scheme is {scheme.unmixed}")
-    return resolved.with_overrides({"scheme": str(mixed)})
+    return recipe.with_overrides({"scheme": str(mixed)})
 
 
 def resolve_vllm(
@@ -102,9 +91,10 @@ def make_reporter(quiet: bool, json: bool) -> Reporter:
     return QuietReporter() if quiet else JsonReporter() if json else RichReporter()
 
 
-def use_one_thread() -> None:
-    """Compute on one thread: GEMMs of models this small gain little from a second, and wait long where a core is busy."""
-    if "OMP_NUM_THREADS" not in os.environ:
+def use_one_thread(model: str) -> None:
+    """Compute on one thread for a model of the zoo: GEMMs this small gain little from a second one, and wait long where a
+    core is busy."""
+    if model.startswith(ZOO) and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
         torch.set_num_threads(1)

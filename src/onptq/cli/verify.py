@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from onptq.cli import options
+from onptq.cli.terminal import make_table
+
 if TYPE_CHECKING:
     from onptq.check.examine import Examination
 
@@ -18,7 +21,7 @@ def verify(
         str | None,
         typer.Option(help="The dense model it was made from, a folder or a name of `onptq zoo list`: compare logits."),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option(help=options.DEVICE_HELP)] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only checks that failed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -48,7 +51,6 @@ def verify(
 
 def print_checks(examination: Examination, name: str, quiet: bool = False) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from onptq.check.trial import EXPLAINED
@@ -57,9 +59,7 @@ def print_checks(examination: Examination, name: str, quiet: bool = False) -> No
     failed = [check for check in examination.checks if not check.passed]
     if quiet and not failed:
         return
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("check", "", "seen"):
-        table.add_column(column, overflow="fold")
+    table = make_table("check", "", "seen")
     for check in failed if quiet else examination.checks:
         outcome = Text("ok", "green") if check.passed else Text("FAIL", "bold red")
         table.add_row(check.name, outcome, Text(printable(check.seen)))

@@ -29,10 +29,12 @@ class Figures:
         if self.summary["helped"] is not False:
             return None
         before, after = (self.summary["holdout"][side] for side in ("initial", "calibrated"))
+        why = self.summary["choice"].get("why", "it was no better")
         return (
-            f"calibration did not help, so the init is kept: on {len(self.dense)} held-out prompts mismatch "
-            f"went from {before['mismatch_percent']:.2f}% to {after['mismatch_percent']:.2f}%, KL from {before['kl']:.5f} to "
-            f"{after['kl']:.5f}. More prompts or longer answers (follow.max_tokens) may help; --set calibrate.keep=last and "
+            f"calibration did not help, so the init is kept: on {len(self.dense)} held-out prompts {why}. "
+            f"On the responses of each, mismatch went from {before['mismatch_percent']:.2f}% to "
+            f"{after['mismatch_percent']:.2f}%, KL from {before['kl']:.5f} to {after['kl']:.5f}. "
+            "More prompts or longer answers (follow.max_tokens) may help; --set calibrate.keep=last and "
             "another --out take the calibrated weights all the same"
         )
 

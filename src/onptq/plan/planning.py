@@ -15,7 +15,8 @@ import torch
 from onptq.check.probes import probe_prompt
 from onptq.checkpoint.catalogs import did_you_mean, is_cataloged
 from onptq.checkpoint.companions import check_room
-from onptq.checkpoint.serving import Served, serving
+from onptq.checkpoint.served import Served
+from onptq.checkpoint.serving import serving
 from onptq.checkpoint.source import Source, find_source
 from onptq.checkpoint.write import check_apart, check_cached, check_exportable, check_groups
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onptq.cli.settings import make_reporter
+from onptq.cli.terminal import make_table
 from onptq.errors import OnPTQError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def bench(
         typer.Argument(
             metavar="MODEL...",
             help="Checkpoint folders, at most one of them dense. FOLDER@marlin names vLLM's kernels for one. qwen2.5-vl-7b, "
-            "qwen3-vl-8b and qwen2.5-omni-7b are these shapes with random weights.",
+            "qwen3-vl-8b, qwen3-vl-30b-a3b and qwen2.5-omni-7b are these shapes with random weights.",
         ),
     ],
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
@@ -159,7 +160,6 @@ def _measure(
 
 def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from onptq_vllm.bench.paper import PAPER
     from onptq_vllm.bench.tables import HEADS, PAPER_HEAD, between_lines, kernel_lines, problem, rows
@@ -175,9 +175,8 @@ def _print(report: dict[str, Any]) -> None:
             style="bold",
             markup=False,
         )
-        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-        for head in (*HEADS, PAPER_HEAD) if paper else HEADS:
-            table.add_column(head, justify="left" if head in ("checkpoint", PAPER_HEAD) else "right")
+        heads = (*HEADS, PAPER_HEAD) if paper else HEADS
+        table = make_table(*(head if head in ("checkpoint", PAPER_HEAD) else f"{head} >" for head in heads))
         for row in rows(results, mode, paper):
             table.add_row(*row)
         console.print(table)
