@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from onptq import methods
+from onptq.checkpoint.exportable import check_exportable, check_groups
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype
-from onptq.checkpoint.write import check_exportable, check_groups
 from onptq.cycle.allocate import Allocation, allocate
 from onptq.data.calibration import gather_prompts
 from onptq.data.manifest import manifest_digest
@@ -40,12 +40,10 @@ def mix_under_budget(
     """The mix of the recipe's scheme and `higher` for so many bits a weight; `out` gets `mix.json`, with the table.
 
     Another budget in the same folder measures nothing again but the mix itself."""
-    checkpoint, decoder = check_exportable(
-        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
-    )
+    check_exportable(source)
     lower = Scheme.parse(recipe.scheme)
     for scheme in (lower, higher):
-        check_groups(checkpoint, decoder, scheme)
+        check_groups(source, scheme)
     prompts = gather_prompts(
         calibration, None, recipe.data, source.family.modalities, seed=recipe.seed, note=reporter.note
     ).calibration
