@@ -52,13 +52,14 @@ class RandomClass:
     processor: JSON
     images: JSON
     special: tuple[str, ...]  # besides ChatML's
-    part: str  # what the chat template writes for an image
+    part: str  # what the chat template writes for an image, and for a clip unless `audio` says so
     roles: Mapping[str, str] | None = None
     towers: tuple[str, ...] = ()
     unfolded: tuple[str, ...] = ()  # pairs that do not fold, as the proof names them
     published: Mapping[str, Any] = field(default_factory=dict)  # of the text config, where defaults are no checkpoint's
     torchvision: bool = False  # whether its processor needs it
     modalities: frozenset[str] = frozenset({"text", "image"})
+    audio: str = ""
     others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tensors that its class does not load
 
 
@@ -485,6 +486,70 @@ SPARSE = {
         "<|vision_start|><|image_pad|><|vision_end|>",
         towers=("visual",),
     ),
+    "qwen3_omni_moe": RandomClass(
+        "qwen3_omni_moe",
+        lambda ids: {
+            "thinker_config": {
+                "model_type": "qwen3_omni_moe_thinker",
+                "audio_config": {"num_mel_bins": 16, "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}
+                | {"encoder_ffn_dim": 64, "output_dim": 64, "downsample_hidden_size": 4, "n_window_infer": 100},
+                "text_config": TEXT
+                | EXPERTS
+                | {
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}
+                    | {"mrope_interleaved": True},
+                },
+                "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+                | {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64}
+                | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+                "position_id_per_seconds": 13,
+                **{
+                    f"{name}_token_id": ids[f"<|{token}|>"]
+                    for name, token in (
+                        ("audio", "audio_pad"),
+                        ("image", "image_pad"),
+                        ("video", "video_pad"),
+                        ("vision_start", "vision_start"),
+                        ("audio_start", "audio_start"),
+                    )
+                },
+            },
+            "talker_config": {
+                "thinker_hidden_size": 64,
+                "spatial_merge_size": 2,
+                "text_config": TEXT
+                | EXPERTS
+                | {
+                    "shared_expert_intermediate_size": 96,
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]},
+                },
+                "code_predictor_config": TEXT | {"num_code_groups": 2},
+                "num_code_groups": 2,
+            },
+            "code2wav_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2, "num_key_value_heads": 2, "decoder_dim": 32, "codebook_size": 16}
+            | {"upsample_rates": [2], "upsampling_ratios": [2], "num_quantizers": 2},
+        },
+        {"processor_class": "Qwen3OmniMoeProcessor"},
+        {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+        | {"size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}}
+        | {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "sampling_rate": 16_000}
+        | {"hop_length": 160, "chunk_length": 30, "n_fft": 400, "return_attention_mask": True},
+        ("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {
+            "image_token": "<|image_pad|>",
+            "audio_token": "<|audio_pad|>",
+            "video_token": "<|video_pad|>",
+            "vision_bos_token": "<|vision_start|>",
+            "vision_eos_token": "<|vision_end|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        },
+        towers=("visual", "audio_tower"),
+        modalities=frozenset({"text", "image", "audio"}),
+        audio="<|audio_start|><|audio_pad|><|audio_end|>",
+    ),
     "glm4v_moe": RandomClass(
         "glm4v_moe",
         lambda ids: {
@@ -534,7 +599,7 @@ def write_class(name: str, folder: Path, prompts: int = PROMPTS) -> Path:
         special=(*QWEN.special, *made.special),
         stops=QWEN.stops,
         pad=QWEN.pad,
-        template=CHATML.replace("IMAGE_PART", made.part).replace("AUDIO_PART", made.part),
+        template=CHATML.replace("IMAGE_PART", made.part).replace("AUDIO_PART", made.audio or made.part),
         roles=made.roles,
     )
     ids = write_tokenizer(folder, tokens, VOCABULARY)
@@ -546,7 +611,9 @@ def write_class(name: str, folder: Path, prompts: int = PROMPTS) -> Path:
         for name, parameter in model.named_parameters():
             _draw(name, parameter.data)
         silent = [ids[token] for token in tokens.special if token not in tokens.stops]
-        model.get_output_embeddings().weight.data[silent] = 0  # no response has a placeholder
+        getattr(model, "thinker", model).get_output_embeddings().weight.data[silent] = (
+            0  # no response has a placeholder
+        )
     model.to(torch.bfloat16).save_pretrained(folder)
     if made.others:
         weights = folder / "model.safetensors"

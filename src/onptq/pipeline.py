@@ -43,7 +43,9 @@ from onptq.evaluate.details import LIGHT, check_level
 from onptq.evaluate.guard import keep_better
 from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
+from onptq.evaluate.previews import keep_previews
 from onptq.evaluate.round_details import RoundDetails
+from onptq.evaluate.store import write_tokens
 from onptq.files import file_sha256
 from onptq.methods.experts import check_method
 from onptq.methods.resume import RunStore
@@ -161,7 +163,7 @@ def work(
     run.ranks.lead(lambda: check_server(job, run))
     processor = open_processor(job.source, job.recipe)
     policy = load(job, run.ranks, reporter)
-    prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
+    prompts, held_out = encode_prompts(job, policy, processor, run, reporter, detail)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
     cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail), job.served)
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
@@ -189,6 +191,7 @@ def work(
         run.ranks.leave()  # the rest is for one process; compressed-tensors would share it among all it sees
         if not run.ranks.is_first:
             return summary
+        write_tokens(run, processor.tokenizer)
         checked = None if graph is None else reload_and_check(job, policy, graph, processor, reporter)
     if checked is not None:
         summary["verification"] = checked
@@ -366,9 +369,9 @@ def check_server(job: Job, run: Run) -> None:
 
 
 def encode_prompts(
-    job: Job, policy: Policy, processor: PromptProcessor, run: Run, reporter: Reporter
+    job: Job, policy: Policy, processor: PromptProcessor, run: Run, reporter: Reporter, detail: str
 ) -> tuple[EncodedPrompts, EncodedPrompts]:
-    """Calibration and held-out prompts, through the towers once for the whole run; `prompts.parquet` records them."""
+    """Calibration and held-out prompts, through the towers once for the whole run; the run keeps what they are."""
     prompts, recipe = job.prompts.every, job.recipe
     check_agreement(policy, processor, prompts)
     with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
@@ -381,6 +384,8 @@ def encode_prompts(
     if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
             write_prompts(job.prompts, encoded.ids, path)
+    if run.ranks.is_first:
+        keep_previews(run, [*job.prompts.holdout, *job.prompts.calibration], detail)
     count = len(job.prompts.calibration)
     return encoded[:count], encoded[count:]
 
@@ -463,10 +468,12 @@ def round_to_nearest(cycle: Cycle, theta: Theta) -> Holdout | None:
 def warn_of_no_help(summary: Mapping[str, Any], reporter: Reporter) -> None:
     if summary["helped"] is False:
         before, after = (summary["holdout"][side] for side in ("initial", "calibrated"))
+        why = summary["choice"].get("why", "it was no better")
         reporter.warn(
-            f"calibration did not help, so the init is kept: on {summary['prompts']['holdout']} held-out prompts mismatch "
-            f"went from {before['mismatch_percent']:.2f}% to {after['mismatch_percent']:.2f}%, KL from {before['kl']:.5f} to "
-            f"{after['kl']:.5f}. More prompts or longer answers (follow.max_tokens) may help; --set calibrate.keep=last and "
+            f"calibration did not help, so the init is kept: on {summary['prompts']['holdout']} held-out prompts {why}. "
+            f"On the responses of each, mismatch went from {before['mismatch_percent']:.2f}% to "
+            f"{after['mismatch_percent']:.2f}%, KL from {before['kl']:.5f} to {after['kl']:.5f}. "
+            "More prompts or longer answers (follow.max_tokens) may help; --set calibrate.keep=last and "
             "another --out take the calibrated weights all the same"
         )
 

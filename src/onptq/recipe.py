@@ -143,7 +143,7 @@ class FollowConfig(Config):
     )
     sampling: Literal["greedy", "model"] = Field(
         default="greedy",
-        description="how tokens are chosen; model samples by temperature, top_k and top_p of its generation config",
+        description="how tokens are chosen; model samples as its generation config says",
     )
     responses: StrictInt = Field(default=1, ge=1, description="responses to each prompt; more than one wants sampling")
     engine: Literal["own", "vllm"] = Field(

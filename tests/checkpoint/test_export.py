@@ -253,11 +253,12 @@ def looks_complete(folder: Path) -> bool:
 # --- reload ---------------------------------------------------------------------------------------------------------
 
 
-# Every model in every scheme once; storage alternates so that each model and each scheme sees both.
+# Every scheme in two of the models and every model in a third of the schemes; each model sees both types of storage.
 RELOADS = [
     pytest.param(model, scheme, tuple(STORAGE)[(i + j) % 2], id=f"{model}-{scheme}-{tuple(STORAGE)[(i + j) % 2]}")
     for i, model in enumerate(MODELS)
     for j, scheme in enumerate(SCHEMES)
+    if (j - i) % len(MODELS) in (0, 2)
 ]
 
 

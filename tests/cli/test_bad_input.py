@@ -27,7 +27,7 @@ from onptq.zoo.random import write_random
 
 TINY = {
     "rounds": 1,
-    "init_steps": 4,
+    "init": "rtn",
     "data.prompts": 4,
     "data.holdout": 2,
     "follow.max_tokens": 8,
@@ -122,7 +122,7 @@ def write_manifest(folder: Path, *lines: object) -> Path:
         ),
         ({}, ("--set", "rounds"), ("'rounds'", "expected field=value")),
         ({}, ("--method", "gtpq"), ("method = 'gtpq'", "did you mean gptq?", "expected one of onptq, static, uniform")),
-        ({}, ("--init", "onptq"), ("init = 'onptq': unknown base method", "expected one of rtn, search")),
+        ({"init": "onptq"}, (), ("init = 'onptq': unknown base method", "expected one of rtn, search")),
     ],
 )
 def test_settings(
@@ -532,7 +532,7 @@ def test_a_model_that_quantization_does_not_change_at_all(model: Path, out: Path
         if "visual" not in name and name.endswith("_proj.weight"):
             tensor.zero_()
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    done = call(model, out, {"calibrate.keep": "last"})
+    done = call(model, out, {"init": "search+signround", "init_steps": 4, "calibrate.keep": "last"})
     assert done.exit_code == 0, done.stderr or repr(done.exception)
     assert "no candidate states" in done.stderr
     states = States.read(run_home(out) / "rounds/0/bank.parquet")
@@ -657,7 +657,7 @@ def fill(disk: Path, leave: int) -> Path:
     return ballast
 
 
-@pytest.mark.parametrize("pages", [0, 1, 2, 4, 8, 10, 12, 14, 16, 22, 40, 120])  # fails later with every page of room
+@pytest.mark.parametrize("pages", [0, 4, 12, 22, 120])  # fails later with every page of room
 def test_a_full_disk_is_explained_and_the_same_command_continues_once_there_is_room(
     pages: int, disk: Path, small: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,6 +231,8 @@ def test_the_overview_shows_what_the_summary_has_and_leaves_out_the_rest() -> No
         },
         "choice": {
             "kept": "init",
+            "why": "it was worse",
+            "same_states_kl": {"value": 0.2, "low": -0.1, "high": 0.5},
             "mismatch": {"value": -21.08, "low": -25, "high": -17.5},
             "kl": {"value": 0.1, "low": None, "high": None},
         },
@@ -247,7 +249,8 @@ def test_the_overview_shows_what_the_summary_has_and_leaves_out_the_rest() -> No
         "held-out reworded answers": "50% -> 12% (init -> calibrated; plain rounding: 81%)",
         "held-out margin erosion": "4.1900 -> 0.1790 (init -> calibrated; plain rounding: 5.0000)",
         "held-out KL to dense": "0.84300 (plain rounding: 1.00000)",
-        "weights kept": "those of the init: calibration did not help",
+        "on the same states": "KL +0.20000 [-0.10000, +0.50000], may be chance",
+        "weights kept": "those of the init: it was worse",
         "best theta": "round 1: step 3 of 4, round 2: the init, none of 4 steps was better",
         "time": "33 s (Follow 3.2, Calibrate 30.0)",
         "weights": "3.00 GiB",

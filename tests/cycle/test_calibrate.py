@@ -148,8 +148,7 @@ def test_the_start_is_not_touched(case: Case) -> None:
 # It lowers the objective
 
 
-@pytest.mark.parametrize("normalize", ["energy", "none"])
-@pytest.mark.parametrize("gamma", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(("gamma", "normalize"), [(0.0, "energy"), (0.2, "none"), (1.0, "energy")])
 def test_a_few_steps_lower_the_objective_of_the_deployed_model(case: Case, normalize: str, gamma: float) -> None:
     cfg = full_batch(normalize=normalize, gamma=gamma)
     result = case.calibrate(cfg)
@@ -318,9 +317,10 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("codes", ["free", "settled", "learned"])
-@pytest.mark.parametrize("held_out", [False, True], ids=["", "holdout"])
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize(
+    ("codes", "held_out", "at"),
+    [("free", False, 1), ("free", True, 4), ("settled", True, 1), ("learned", False, 4), ("learned", True, 1)],
+)
 def test_an_interrupted_update_ends_where_the_uninterrupted_one_does(
     case: Case, tmp_path: Path, at: int, held_out: bool, codes: str
 ) -> None:

@@ -24,7 +24,6 @@ from onptq.cycle.calibrate import objective
 from onptq.cycle.compare import compare, pair_margin
 from onptq.cycle.divergence import kl_divergence
 from onptq.cycle.objective import Targets, Terms, UpdateSequences, block_energy, decision_losses, measure, pair_strength
-from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.kernels.grid import code_range
 from onptq.models.encoding import EncodedPrompt
@@ -100,8 +99,8 @@ def make_case(tiny: Tiny, scheme: str) -> Case:
     for side in ("D", "Q"):
         with policy.speaking(side):
             seen = [
-                oracles.plain_forward(policy.model, blocks, tiny.processor(prompt).tensors, trajectory.tokens)
-                for prompt, trajectory in zip(load_manifest(tiny.manifest)[:3], trajectories, strict=True)
+                oracles.plain_forward(policy.model, blocks, tiny.inputs(ordinal).tensors, trajectory.tokens)
+                for ordinal, trajectory in enumerate(trajectories)
             ]
         hidden[side], logits[side] = [h for h, _ in seen], [z for _, z in seen]
     return Case(policy, theta, prompts, trajectories, states, hidden, logits)

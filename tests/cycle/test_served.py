@@ -268,6 +268,7 @@ def test_a_request_is_drawn_by_the_seed_and_the_prompt_alone() -> None:
     assert one == drawn(Sampling(0.7, 20, 0.8, seed=5), 3)
     assert one["seed"] != drawn(Sampling(0.7, 20, 0.8, seed=5), 4)["seed"]
     assert drawn(Sampling(), 0)["top_k"] == -1
+    assert drawn(Sampling(repetition_penalty=1.1), 0)["repetition_penalty"] == 1.1
     assert (drawn(Sampling(top_p=0.0), 0)["top_k"], drawn(Sampling(top_p=0.0), 0)["top_p"]) == (1, 1.0)
 
 

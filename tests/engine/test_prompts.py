@@ -97,7 +97,7 @@ def test_batches_of_spilled_prompts_lead_to_the_same_bits(tiny: Callable[[str], 
 
 def quantize(small: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
     tiny_run: dict[str, Any] = {
-        "init": "search",
+        "init": "rtn",
         "data.prompts": 4,
         "data.holdout": 2,
         "follow.max_tokens": 6,

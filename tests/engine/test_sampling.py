@@ -13,7 +13,12 @@ import pytest
 import torch
 from conftest import Tiny
 from naive import random_theta
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import onptq
 from onptq.bank import load_bank, load_trajectories
@@ -69,6 +74,12 @@ def test_settings_that_are_no_numbers_are_named(value: object) -> None:
 def test_settings_that_are_missing_or_null_cut_nothing_off() -> None:
     assert Sampling.of({"temperature": None, "do_sample": True}, 3) == Sampling(1.0, 0, 1.0, 3)
     assert Sampling.of({"temperature": 0.7, "top_k": 20, "top_p": 0.8}, 0) == Sampling(0.7, 20, 0.8, 0)
+    assert Sampling.of({"repetition_penalty": 1.1}, 0).repetition_penalty == 1.1
+
+
+def test_a_repetition_penalty_of_zero_is_refused() -> None:
+    with pytest.raises(OnPTQError, match="repetition_penalty is 0; expected a number above 0"):
+        Sampling.of({"repetition_penalty": 0}, 0)
 
 
 @pytest.fixture
@@ -95,6 +106,24 @@ def test_what_is_drawn_depends_on_the_prompt_and_the_seed_alone(tiny: Callable[[
     assert {one.prompt: one.tokens for one in greedy} != together
     coldest = onptq.follow(Prefixes(policy, prompts, max_tokens=TOKENS), sampling=Sampling(temperature=0.0))
     assert coldest == greedy
+
+
+def test_tokens_of_prompt_and_response_are_penalized_as_transformers_does_it(
+    tiny: Callable[[str], Tiny], policy: Policy
+) -> None:
+    prefixes = Prefixes(policy, tiny("qwen3-vl").encode(policy, 3), max_tokens=TOKENS)
+    penalized = onptq.follow(prefixes, sampling=Sampling(top_k=1, repetition_penalty=1.5))
+    assert penalized != onptq.follow(prefixes)
+    penalize, tokens = RepetitionPenaltyLogitsProcessor(1.5), {one.prompt: one.tokens for one in penalized}
+    for index, batch in enumerate(prefixes.batches):
+        for row, prompt in enumerate(batch.prompts):
+            said = torch.tensor(tokens[prompt.ordinal])
+            responses = said.new_zeros(len(batch.prompts), len(said))
+            responses[row] = said
+            logits = policy.logits(prefixes.teacher_force(index, "Q", responses)[1][row])
+            for t, token in enumerate(said):
+                before = torch.cat((prompt.ids, said[:t]))[None]
+                assert penalize(before, logits[t : t + 1]).argmax() == token
 
 
 def test_copies_of_a_prompt_are_prefilled_once_and_answered_each_for_itself(

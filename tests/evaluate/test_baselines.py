@@ -35,7 +35,7 @@ from onptq.run import HOME, run_home
 
 TINY: dict[str, Any] = {
     "rounds": 2,
-    "init": "search",
+    "init": "smoothquant",
     "data.prompts": 4,
     "data.holdout": 2,
     "follow.max_tokens": 6,

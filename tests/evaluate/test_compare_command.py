@@ -67,6 +67,7 @@ RECIPE = Recipe.preset(
     "light",
     {
         "rounds": 1,
+        "init_steps": 2,
         "data.prompts": 3,
         "data.holdout": 1,
         "follow.max_tokens": 6,
@@ -343,12 +344,9 @@ def test_a_comparison_that_is_whole_loads_no_model(
     "phase",
     [
         "Build smoothquant:W4A6",
-        "Follow dense",
         "Compare rtn:W4A8",
-        "Branch rtn:W4A8",
         "Dense path smoothquant:W4A6",
         "Follow rounded",
-        "Dense path rounded",
     ],
 )
 def test_killed_at_any_moment_it_ends_with_the_same_report(

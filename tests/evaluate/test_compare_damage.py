@@ -193,7 +193,7 @@ def test_a_candidate_of_an_earlier_version_that_is_not_named_has_dashes(
     report = judge(small, earlier(out, tmp_path / "copy"), ["rtn:W2A8"])
     assert report.models["rtn:W2A8"].figures == expected.models["rtn:W2A8"].figures
     figures = report.models["rtn:W3A8"].figures
-    assert {"cwm", "dense_path_mismatch", "dense_path_kl"} == expected.models[
+    assert {"cwm", "dense_path_mismatch", "dense_path_kl", "noise_dense_path"} == expected.models[
         "rtn:W3A8"
     ].figures.keys() - figures.keys()
     [damage] = [table for table in tables(report) if table.title == "Damage"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,14 @@ from safetensors.torch import load_file
 
 import onptq
 from onptq.bank import AGREE, MISMATCH, States, Trajectory
-from onptq.cycle.calibrate import Holdout
 from onptq.evaluate import guard
-from onptq.evaluate.guard import choose
-from onptq.evaluate.statistics import Interval
+from onptq.evaluate.guard import CALIBRATED_ELSEWHERE, INIT_ELSEWHERE, Visited, choose, same_states
+from onptq.evaluate.metrics import behaviour_measures
+from onptq.evaluate.statistics import Interval, Measure, Resampler
 from onptq.recipe import Recipe
 from onptq.run import CALIBRATED, INIT_KEPT, final_theta, run_home
 
-PROMPTS, LENGTH = 40, 10
+NOISE = 0.35  # standard deviation of the log of what calibration does to a prompt's KL and, beside it, to a state's
 TINY: dict[str, Any] = {
     "init": "rtn",
     "data.prompts": 4,
@@ -33,56 +35,152 @@ TINY: dict[str, Any] = {
 }
 
 
-def states(kl: float, mismatches: int, seed: int = 0) -> States:
-    """States of PROMPTS prompts with that mean KL; each of the first `mismatches` prompts has one mismatch."""
-    rng = np.random.default_rng(seed)
-    count = PROMPTS * LENGTH
-    prompt = np.repeat(np.arange(PROMPTS, dtype=np.int32), LENGTH)
-    kind = np.full(count, AGREE, np.int8)
-    kind[np.arange(mismatches) * LENGTH] = MISMATCH
-    noise = rng.normal(0, 0.01, count)
-    zeros = np.zeros(count, np.float32)
-    tokens = np.zeros(count, np.int32)
+def states(kl: np.ndarray, mismatch: np.ndarray, lengths: np.ndarray) -> States:
+    """States of one prompt after the other, with that KL and those mismatches."""
+    zeros, tokens = np.zeros(len(kl), np.float32), np.zeros(len(kl), np.int32)
     return States.compared(
-        prompt=prompt, t=np.tile(np.arange(1, LENGTH + 1, dtype=np.int32), PROMPTS), token=tokens, reference=tokens,
-        competitor=tokens, quantized=tokens, margin_dense=zeros, margin_quant=zeros, erosion=zeros, js=zeros,
-        kl=(kl + noise - noise.mean()).astype(np.float32), kind=kind,
+        prompt=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        t=np.concatenate([np.arange(1, length + 1, dtype=np.int32) for length in lengths]),
+        token=tokens, reference=tokens, competitor=tokens, quantized=tokens, margin_dense=zeros, margin_quant=zeros,
+        erosion=zeros, js=zeros, kl=kl.astype(np.float32), kind=np.where(mismatch, MISMATCH, AGREE).astype(np.int8),
     )  # fmt: skip
 
 
-def held_out(one: States) -> Holdout:
-    return Holdout([], [Trajectory(n, (0,), finished=True) for n in range(PROMPTS)], one)
+@dataclass
+class Prompts:
+    """Prompts of one draw, by the log of their KL and of how calibration changes it, both around 0."""
+
+    kl: np.ndarray
+    change: np.ndarray
+
+    @classmethod
+    def drawn(cls, rng: np.random.Generator, count: int) -> Prompts:
+        return cls(rng.normal(0, 1, count), rng.normal(0, NOISE, count))
+
+
+def visited(
+    rng: np.random.Generator,
+    prompts: Prompts,
+    *,
+    kl: float = 1.0,
+    mismatch: float = 0.05,
+    harder: float = 1.0,
+    cut_off: float = 0.0,
+    loop: float = 0.0,
+) -> Visited:
+    """The states that one theta visits, with heavy tails. Calibration multiplies their KL by `kl` on average; 5% of them are
+    mismatches of the init, a share `mismatch` of the calibrated theta. `harder` multiplies the KL of both; `cut_off` and
+    `loop` are shares of responses."""
+    count = len(prompts.kl)
+    lengths = rng.integers(3, 60, count)
+    prompt = np.repeat(np.arange(count), lengths)
+    before = 0.001 * harder * np.exp(prompts.kl[prompt] + rng.normal(0, 1.3, len(prompt)))
+    after = before * kl * np.exp(prompts.change[prompt] + rng.normal(0, NOISE, len(prompt)) - NOISE**2)
+    tie = rng.random(len(prompt))
+    loops, ends = rng.random(count) < loop, rng.random(count) >= cut_off
+    responses = [((7,) * 24, False) if loops[n] else (tuple(range(24)), bool(ends[n])) for n in range(count)]
+    trajectories = [Trajectory(n, *response) for n, response in enumerate(responses)]
+    return Visited(trajectories, states(before, tie < 0.05, lengths), states(after, tie < mismatch, lengths))
+
+
+BETTER = {"kl": 0.7}
 
 
 @pytest.mark.parametrize(
-    ("after", "kept"),
+    ("both", "own", "draws", "fewest", "most"),
     [
-        (states(0.08, 10, seed=1), CALIBRATED),
-        (states(0.08, 12, seed=1), CALIBRATED),  # two more mismatches of 400 states may be chance
-        (states(0.08, 30, seed=1), INIT_KEPT),  # twenty are not
-        (states(0.12, 2, seed=1), INIT_KEPT),
-        (states(0.1, 10), INIT_KEPT),  # nothing changed
-        (states(0.0999, 10, seed=1), INIT_KEPT),  # a KL that fell so little may be chance
+        (BETTER, {}, 40, 0.8, 1),
+        ({"kl": 0.8}, {}, 40, 0.55, 1),
+        ({}, {}, 120, 0, 0.025),
+        ({"kl": 1.2}, {}, 40, 0, 0),
+        (BETTER | {"mismatch": 0.08}, {}, 40, 0, 0),
+        (BETTER, {"harder": 4.0}, 40, 0, 0.1),
+        (BETTER, {"loop": 0.15}, 40, 0, 0.05),
+        (BETTER, {"cut_off": 0.15}, 40, 0, 0.05),
     ],
-    ids=["better", "mismatch within chance", "mismatch worse", "KL worse", "the same", "KL within chance"],
+    ids=["KL -30%", "KL -20%", "equal", "KL +20%", "mismatch +3", "bad states", "loops", "no end"],
 )
-def test_the_init_is_kept_unless_kl_fell_and_mismatch_did_not_rise_beyond_chance(after: States, kept: str) -> None:
-    before = states(0.1, 10)
-    choice = choose(before, held_out(after), seed=0)
-    assert choice.kept == kept
-    assert choice.differences["kl"].value == pytest.approx(after.kl.mean() - before.kl.mean(), abs=1e-6)
-    mismatches = [100 * (one.kind == MISMATCH).mean() for one in (before, after)]
-    assert choice.differences["mismatch"].value == pytest.approx(mismatches[1] - mismatches[0])
+def test_how_often_the_calibrated_theta_is_kept(
+    both: dict[str, float], own: dict[str, float], draws: int, fewest: float, most: float
+) -> None:
+    """64 prompts, and four iterates to choose from. `own` holds where the calibrated theta goes by itself."""
+    resampler, kept = Resampler(0, 400), 0
+    for seed in range(draws):
+        rng = np.random.default_rng(seed)
+        prompts = Prompts.drawn(rng, 64)
+        by_init, by_calibrated = visited(rng, prompts, **both), visited(rng, prompts, **both | own)
+        kept += choose(by_init, by_calibrated, resampler, looks=4).kept == CALIBRATED
+    assert fewest <= kept / draws <= most
+
+
+def measured(one: Visited, side: str) -> Measure:
+    return behaviour_measures(getattr(one, side), range(len(one.trajectories)))["kl"]
+
+
+def test_the_best_of_iterates_that_change_nothing_is_seldom_taken_for_better() -> None:
+    """The prompts that choose among four iterates also judge: an interval for one look is too narrow, that for four is not."""
+    taken = {1: 0, 4: 0}
+    draws = 100
+    for seed in range(draws):
+        prompts = Prompts.drawn(np.random.default_rng(seed), 64)
+        iterates = [
+            replace(prompts, change=np.random.default_rng((seed, look)).normal(0, NOISE, 64)) for look in range(4)
+        ]
+        seen = [visited(np.random.default_rng((seed, 9)), iterate) for iterate in iterates]
+        best = int(np.argmin([one.calibrated.kl.sum() for one in seen]))
+        visits = seen[best], visited(np.random.default_rng((seed, 10)), iterates[best])
+        pairs = [(measured(one, "init"), measured(one, "calibrated")) for one in visits]
+        for looks in taken:
+            high = same_states(pairs, 1 - 0.05 / looks).high
+            taken[looks] += high is not None and high < 0
+    assert taken[4] <= 0.05 * draws < taken[1]
+
+
+def test_the_difference_on_the_same_states_and_its_error_are_those_of_a_loop_over_prompts() -> None:
+    rng = np.random.default_rng(3)
+    prompts = Prompts.drawn(rng, 30)
+    visits = visited(rng, prompts, kl=0.9), visited(rng, prompts, kl=0.9, harder=2)
+    choice = choose(*visits, Resampler(0, 50))
+    value, influence = 0.0, [0.0] * 30
+    for one in visits:
+        rows = [
+            (int(p), float(b) - float(a))
+            for p, a, b in zip(one.init.prompt, one.init.kl, one.calibrated.kl, strict=True)
+        ]
+        mean = sum(change for _, change in rows) / len(rows)
+        value += mean / 2
+        for prompt, change in rows:
+            influence[prompt] += (change - mean) / (len(rows) / 30) / 2
+    error = math.sqrt(sum(each**2 for each in influence) / (30 * 29))
+    interval = choice.differences["same_states_kl"]
+    assert interval.value == pytest.approx(value, rel=1e-9)
+    assert interval.low is not None
+    assert interval.high is not None
+    assert (interval.high - interval.low) / 2 == pytest.approx(2.0452296 * error, rel=1e-6)  # Student's t, 29 degrees
+
+
+def test_the_difference_on_own_responses_is_that_on_the_same_states_and_what_other_states_cost() -> None:
+    rng = np.random.default_rng(4)
+    prompts = Prompts.drawn(rng, 20)
+    by_init, by_calibrated = visited(rng, prompts, kl=0.8), visited(rng, prompts, kl=0.8, harder=1.5)
+    differences = choose(by_init, by_calibrated, Resampler(0, 50)).differences
+    means = [
+        [float(one.kl.astype(np.float64).mean()) for one in (by.init, by.calibrated)] for by in (by_init, by_calibrated)
+    ]
+    other_states = (sum(means[1]) - sum(means[0])) / 2
+    own, same = differences["kl"].value, differences["same_states_kl"].value
+    assert own is not None
+    assert same is not None
+    assert own == pytest.approx(same + other_states, rel=1e-6)
 
 
 def test_one_prompt_has_no_interval_so_its_kl_decides() -> None:
-    def alone(kl: float) -> States:
-        one = states(kl, 0)
-        return one.take(np.flatnonzero(one.prompt == 0))
-
-    for before, after, kept in ((0.5, 0.1, CALIBRATED), (0.1, 0.5, INIT_KEPT)):
-        choice = choose(alone(before), Holdout([], [Trajectory(0, (0,), finished=True)], alone(after)), seed=0)
-        assert choice.differences["kl"].high is None
+    lengths = np.array([4])
+    for before, after, kept in ((0.5, 0.1, CALIBRATED), (0.1, 0.5, INIT_KEPT), (0.1, 0.1, INIT_KEPT)):
+        sides = (states(np.full(4, kl), np.zeros(4, np.bool_), lengths) for kl in (before, after))
+        one = Visited([Trajectory(0, (1, 2, 3, 4), finished=True)], *sides)
+        choice = choose(one, one, Resampler(0))
+        assert choice.differences["same_states_kl"].high is None
         assert choice.kept == kept
 
 
@@ -95,7 +193,7 @@ def test_a_run_that_did_not_help_ships_its_init_and_says_so(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worse = {"kl": Interval(0.1, 0.05, 0.2), "mismatch": Interval(1.0, -1.0, 3.0)}
-    monkeypatch.setattr(guard, "choose", lambda *given: guard.Choice(INIT_KEPT, worse))
+    monkeypatch.setattr(guard, "choose", lambda *given: guard.Choice(INIT_KEPT, "KL went up", worse))
     out = tmp_path / "out"
     summary = quantize(small, out).summary
     init = quantize(small, tmp_path / "init", rounds=0)
@@ -107,11 +205,12 @@ def test_a_run_that_did_not_help_ships_its_init_and_says_so(
     assert summary["choice"]["kept"] == INIT_KEPT
     assert json.loads((run_home(out) / "final/choice.json").read_text()) == summary["choice"]
     assert summary["holdout"]["final"] == summary["holdout"]["initial"] != summary["holdout"]["calibrated"]
+    assert all((run_home(out) / name).is_file() for name in (CALIBRATED_ELSEWHERE, INIT_ELSEWHERE))
     assert summary["verification"]["argmax_agreement"] == 1.0
     warning = " ".join(capsys.readouterr().err.split())
-    assert "calibration did not help, so the init is kept: on 2 held-out prompts mismatch went from" in warning
+    assert "so the init is kept: on 2 held-out prompts KL went up. On the responses of each, mismatch went" in warning
     assert "More prompts or longer answers" in warning
-    assert "The init was kept" in (out / "README.md").read_text()
+    assert "The init was kept: on held-out prompts KL went up." in (out / "README.md").read_text()
 
 
 def test_with_keep_last_nothing_is_judged(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

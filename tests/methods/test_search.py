@@ -13,11 +13,9 @@ import torch
 from conftest import Tiny
 from method_models import exact_policy
 
-from onptq.checkpoint.load import load_model
 from onptq.checkpoint.source import find_source
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
-from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.methods.layerwise import answer_prompts
 from onptq.methods.linears import quantized_input, rounded_weight
@@ -61,7 +59,7 @@ def outlying(folder: Path) -> Tiny:
 
 def dense_inputs(checkpoint: Tiny) -> dict[tuple[int, str], np.ndarray]:
     """What enters each pair's consumers in the plain checkpoint, every token of every prompt: (block, pair) -> [n, I]."""
-    model = load_model(checkpoint.source, torch.float64, torch.device("cpu"))
+    model = checkpoint.model(torch.float64)
     blocks = find_structure(model).blocks
     inputs: dict[tuple[int, str], list[torch.Tensor]] = {(block.index, pair): [] for block in blocks for pair in PAIRS}
 
@@ -71,8 +69,8 @@ def dense_inputs(checkpoint: Tiny) -> dict[tuple[int, str], np.ndarray]:
     for block in blocks:
         for pair, (_, consumers) in PAIRS.items():
             block.child(consumers[0]).register_forward_pre_hook(listener((block.index, pair)))
-    for prompt in load_manifest(checkpoint.manifest)[:PROMPTS]:
-        oracles.plain_forward(model, [block.module for block in blocks], checkpoint.processor(prompt).tensors, [])
+    for ordinal in range(PROMPTS):
+        oracles.plain_forward(model, [block.module for block in blocks], checkpoint.inputs(ordinal).tensors, [])
     return {key: torch.cat(parts).numpy() for key, parts in inputs.items()}
 
 

@@ -180,22 +180,21 @@ def test_a_cycle_that_was_interrupted_ends_in_a_checkpoint_that_transformers_rel
     name: str, made: Callable[[str], Tiny], tmp_path: Path
 ) -> None:
     tiny, recipe = made(name), Recipe.preset("risk", SHORT)
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    summary = onptq.quantize(tiny.folder, whole, calibration=tiny.manifest, recipe=recipe).summary
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        onptq.quantize(tiny.folder, out, calibration=tiny.manifest, recipe=recipe, reporter=Interrupted())
+    summary = onptq.quantize(tiny.folder, out, calibration=tiny.manifest, recipe=recipe).summary
+    assert summary["rounds"]
     assert summary["verification"]["max_abs_difference"] == 0.0
     assert len(summary["unfolded"]) == len(CLASSES[name].unfolded)
     assert all(check["passed"] for check in summary["verification"]["checks"] if check["name"] in ("reload", "schemes"))
-    with pytest.raises(KeyboardInterrupt):
-        onptq.quantize(tiny.folder, resumed, calibration=tiny.manifest, recipe=recipe, reporter=Interrupted())
-    assert onptq.quantize(tiny.folder, resumed, calibration=tiny.manifest, recipe=recipe).summary["rounds"]
-    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
-    processor = PromptProcessor.from_folder(whole, tiny.source.family, tiny.source.config)
+    processor = PromptProcessor.from_folder(out, tiny.source.family, tiny.source.config)
     inputs = processor(probe_prompt(tiny.source.family.modalities)).tensors
     assert {"pixel_values", "input_features"} & inputs.keys() or family_takes_text_alone(tiny)
     policy = tiny.policy("W4A8")
-    policy.freeze(Theta.load(final_theta(whole, 1)))
-    loaded = getattr(transformers, tiny.source.family.model_class).from_pretrained(whole, dtype=torch.float32)
+    policy.freeze(Theta.load(final_theta(out, 1)))
+    loaded = getattr(transformers, tiny.source.family.model_class).from_pretrained(out, dtype=torch.float32)
     with torch.inference_mode(), policy.speaking("Q"):
         expected = policy.model(**inputs, use_cache=False).logits
         logits = loaded.to(torch.float32).eval()(**inputs, use_cache=False).logits
@@ -244,12 +243,6 @@ def test_a_processor_that_needs_torchvision_is_refused_before_any_weight_is_read
             r"Gemma4TextDecoderLayer\) do not run on hidden states, mask, positions and a cache alone",
         ),  # E2B, E4B
         ("llama4", r"Llama4TextDecoderLayer\) lacks mlp\.gate_proj, mlp\.up_proj, mlp\.down_proj"),
-        (
-            "qwen3_omni_moe",
-            r"Qwen3OmniMoeForConditionalGeneration cannot be built from config\.json: AttributeError: .*; in its "
-            r"thinker_config, Qwen3OmniMoeThinkerForConditionalGeneration: its layers "
-            r"\(Qwen3OmniMoeThinkerTextDecoderLayer\) do not run on hidden states, mask, positions and a cache alone",
-        ),
         ("mamba", "mamba"),
         ("t5", "no class of model_type 't5' that writes text"),
     ],

@@ -20,16 +20,20 @@ from safetensors.torch import load_file, save_file
 from test_classes import SHORT, TORCHVISION, Interrupted
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeDecoderLayer, Qwen3MoeExperts
+from transformers.utils import is_torchvision_available
 
 import onptq
 from onptq.bank import Trajectory
 from onptq.check.examine import examine
 from onptq.check.probes import probe_prompt
+from onptq.checkpoint.folder import read_folder
 from onptq.checkpoint.load import load_model
 from onptq.checkpoint.source import find_source, open_checkpoint
 from onptq.cycle.branch import branch
 from onptq.cycle.compare import compare
 from onptq.cycle.objective import Targets, UpdateSequences, measure
+from onptq.data.audio import read_audio
+from onptq.data.media import decode_image
 from onptq.engine.prefixes import Prefixes, whole_prompts
 from onptq.errors import OnPTQError
 from onptq.evaluate.comparison import compare_models
@@ -357,18 +361,17 @@ def test_an_interrupted_cycle_ends_in_a_checkpoint_that_is_reloaded_exactly(
     name: str, made: Callable[[str], Tiny], tmp_path: Path
 ) -> None:
     tiny, recipe = made(name), Recipe.preset("default", SHORT | {"init": "search"})
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    summary = onptq.quantize(tiny.folder, whole, calibration=tiny.manifest, recipe=recipe).summary
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        onptq.quantize(tiny.folder, out, calibration=tiny.manifest, recipe=recipe, reporter=Interrupted())
+    summary = onptq.quantize(tiny.folder, out, calibration=tiny.manifest, recipe=recipe).summary
+    assert summary["rounds"]
     assert summary["verification"]["max_abs_difference"] == 0.0
     assert all(check["passed"] for check in summary["verification"]["checks"] if check["name"] in ("reload", "schemes"))
     assert len(summary["experts"]["tokens"]) == (4 if name == "qwen3_5_moe" else 2)
     assert all(len(counts) == 4 and sum(counts) > 0 for counts in summary["experts"]["tokens"].values())
-    with pytest.raises(KeyboardInterrupt):
-        onptq.quantize(tiny.folder, resumed, calibration=tiny.manifest, recipe=recipe, reporter=Interrupted())
-    assert onptq.quantize(tiny.folder, resumed, calibration=tiny.manifest, recipe=recipe).summary["rounds"]
-    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
-    with safe_open(whole / "model.safetensors", "pt") as shard:
+    with safe_open(out / "model.safetensors", "pt") as shard:
         names = set(shard.keys())
     layer = next(one for one in names if one.endswith("layers.1.mlp.experts.0.down_proj.weight_packed"))
     prefix = layer.removesuffix("experts.0.down_proj.weight_packed")
@@ -376,18 +379,24 @@ def test_an_interrupted_cycle_ends_in_a_checkpoint_that_is_reloaded_exactly(
     assert {f"{prefix}{linear}.weight_packed" for linear in linears} <= names
     assert f"{prefix}gate.weight" in names
     assert not any(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in names)
-    ignore = json.loads((whole / "config.json").read_text())["quantization_config"]["ignore"]
+    others, dense = tiny.source.family.other_models, tiny.source.checkpoint
+    copied = [name for name in dense.stored if name.startswith(others or ("mtp.",))]
+    assert bool(copied) is (name in ("qwen3_omni_moe", "qwen3_5_moe"))
+    after = read_folder(out)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(dense.read(copied), after.read(copied), strict=True))
+    ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
     assert r"re:.*layers\.\d+\.mlp\.gate(?:\..*)?$" in ignore
 
     inputs = tiny.processor(probe_prompt(tiny.source.family.modalities)).tensors
-    assert "pixel_values" in inputs or tiny.source.family.modalities == {"text"}
+    media = {"image": "pixel_values", "audio": "input_features"}
+    assert all(media[kind] in inputs for kind in tiny.source.family.modalities - {"text"})
     policy = tiny.policy("W4A8")
-    policy.freeze(Theta.load(final_theta(whole, 1)))
-    loaded = load_model(open_checkpoint(str(whole)), torch.float32)
+    policy.freeze(Theta.load(final_theta(out, 1)))
+    loaded = load_model(open_checkpoint(str(out)), torch.float32)
     with torch.inference_mode(), policy.speaking("Q"):
         logits = loaded(**inputs, use_cache=False).logits
         assert torch.equal(logits, policy.model(**inputs, use_cache=False).logits)
-    examined = examine(whole, tiny.folder, dtype=torch.float32, device=CPU)
+    examined = examine(out, tiny.folder, dtype=torch.float32, device=CPU)
     assert [check.name for check in examined.checks if not check.passed and "question" not in check.name] == []
 
 
@@ -421,3 +430,20 @@ def load_scaled(tiny: Tiny, name: str) -> torch.nn.Module:
     model = load_model(tiny.source, torch.float32)
     find_structure(model).blocks[0].child(name).weight.data.mul_(64)  # type: ignore[operator, union-attr]
     return model
+
+
+@pytest.mark.torchvision
+@pytest.mark.skipif(not is_torchvision_available(), reason="the processor needs torchvision")
+def test_images_and_clips_of_qwen3_omni_are_those_of_its_own_processor(made: Callable[[str], Tiny]) -> None:
+    tiny = made("qwen3_omni_moe")
+    own = transformers.AutoProcessor.from_pretrained(tiny.folder)
+    own.image_processor = transformers.AutoImageProcessor.from_pretrained(tiny.folder, backend="pil")
+    prompt = probe_prompt(tiny.source.family.modalities)
+    image = decode_image(prompt.images[0].read(), "image")
+    wave = read_audio(prompt.audios[0].read(), "clip", 16_000)
+    text = tiny.processor._text(prompt)
+    expected = own(text=[text], images=[image], audio=[wave], return_tensors="pt")
+    made_here = tiny.processor(prompt).tensors
+    assert expected.keys() == made_here.keys()
+    for name, tensor in made_here.items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name

@@ -13,7 +13,7 @@ from conftest import MULTIMODAL, Tiny
 from onptq.errors import OnPTQError
 from onptq.models import family_of
 from onptq.models.family import merged_patches, text_config, thinker_config
-from onptq.models.qwen2_5_omni import pooled_frames
+from onptq.models.qwen_omni import chunked_frames, pooled_frames
 from onptq.registry import FAMILIES
 
 
@@ -51,6 +51,7 @@ def test_modalities_are_those_with_a_placeholder() -> None:
         "qwen3-vl": {"text", "image"},
         "qwen3-vl-moe": {"text", "image"},
         "qwen2.5-omni": {"text", "image", "audio"},
+        "qwen3-omni": {"text", "image", "audio"},
         "llama": {"text"},
         "qwen2": {"text"},
         "qwen3": {"text"},
@@ -111,6 +112,13 @@ def test_text_config_is_read_flat_nested_and_inside_a_thinker() -> None:
 @pytest.mark.parametrize(("frames", "tokens"), [(2, 0), (3, 1), (4, 1), (100, 25), (101, 25), (30_000, 7_500)])
 def test_an_omni_audio_clip_takes_a_quarter_of_its_frames(frames: int, tokens: int) -> None:
     assert pooled_frames(frames) == tokens
+
+
+@pytest.mark.parametrize("frames", [1, 8, 9, 99, 100, 101, 108, 3_000])
+def test_a_clip_of_qwen3_omni_takes_the_tokens_that_its_audio_tower_makes(frames: int) -> None:
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
+
+    assert chunked_frames(frames) == _get_feat_extract_output_lengths(frames)
 
 
 def test_an_image_takes_its_patches_after_merging() -> None:

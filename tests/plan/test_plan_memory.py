@@ -48,7 +48,6 @@ pytestmark = [
 LEARNED_INIT = {"init": "search+signround", "init_steps": 12, "data.prompts": 1}
 RUNS: dict[str, dict[str, Any]] = {
     "learned": {"calibrate.codes": "learned"},
-    "free after signround": {"calibrate.codes": "free", **LEARNED_INIT},
     "settled after signround": {"calibrate.codes": "settled", **LEARNED_INIT},
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MULTIMODAL, Tiny
+from conftest import MULTIMODAL, Tiny, in_turn
 from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -87,8 +87,7 @@ def decoded(policy: Policy, prompts: list[EncodedPrompt]) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize(("family", "dtype"), in_turn(MULTIMODAL, [torch.float32, torch.bfloat16]))
 def test_the_dense_logits_are_the_same_to_the_last_bit(
     family: str, dtype: torch.dtype, tiny: Callable[[str], Tiny], spiked: Callable[[str], tuple[Tiny, Outliers]]
 ) -> None:

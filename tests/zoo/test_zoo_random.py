@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES as NAMES
-from conftest import MULTIMODAL, Tiny
+from conftest import MULTIMODAL, Tiny, in_turn
 from torch import Tensor, nn
 
 from onptq.data.manifest import load_manifest
@@ -45,8 +45,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(("family", "tie"), in_turn(NAMES, [False, True]))
 def test_transformers_loads_every_weight_and_misses_none(family: str, tie: bool, tmp_path: Path) -> None:
     write_random(family, tmp_path, prompts=1, tie=tie)
     model, report = load(tmp_path, output_loading_info=True)

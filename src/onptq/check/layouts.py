@@ -19,7 +19,10 @@ from onptq.models import family_of
 
 WEIGHTS = {"weight", "weight_packed", "qweight"}  # whichever of them holds a module's weight on disk
 # Full checkpoints whose architectures entry names no class of transformers, or that a part's class loads as well.
-WHOLE = {"qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration"}
+WHOLE = {
+    "qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration",
+}
 
 
 @dataclass(frozen=True)

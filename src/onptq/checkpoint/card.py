@@ -17,7 +17,8 @@ from onptq.checkpoint.provenance import (
     find_base,
     read_front_matter,
 )
-from onptq.checkpoint.serving import VLLM, recommended, serve_command, serving
+from onptq.checkpoint.served_by_vllm import VLLM
+from onptq.checkpoint.serving import recommended, serve_command, serving
 from onptq.errors import OnPTQError
 from onptq.models import family_of
 from onptq.models.family import Family
@@ -221,12 +222,12 @@ def _vllm(scheme: Scheme, config: Mapping[str, Any], family: Family | None) -> s
     best = recommended(scheme, experts)
     if best is None:
         return f"Simulation only: no server is known to run {scheme}."
-    if config.get("model_type") == "qwen2_5_omni_thinker":
+    if str(config.get("model_type")).endswith("_thinker"):
         return "vLLM takes full Omni checkpoints only; this one holds an Omni model's thinker alone."
     if best.verdict == "refuses":
         return f"{VLLM} does not run {scheme} with experts on a GPU: {best.note}."
     default = next(row for row in serving(scheme, experts) if row.server == VLLM and row.hardware == best.hardware)
-    command = serve_command(FOLDER, best.switch)
+    command = serve_command(FOLDER, best)
     facts = [f"With {VLLM} or later on a GPU such as {best.hardware}, this multiplies {best.computes}."]
     if best.verdict != "serves":
         facts = [f"Whether {VLLM} runs {scheme} was not seen: {best.note}."]
@@ -265,7 +266,8 @@ def _updates(provenance: Provenance) -> str:
     steps = sum(update.steps for update in provenance.updates)
     if provenance.init_exported:
         unmoved = all(update.best_step == 0 for update in provenance.updates)
-        why = f"none of {steps} steps was better" if unmoved else "on held-out prompts calibration did not help"
+        against = escaped(provenance.why_init) or "calibration did not help"
+        why = f"none of {steps} steps was better" if unmoved else f"on held-out prompts {against}"
         return f"{how}\n\n**The init was kept: {why}.** The weights are those of {escaped(provenance.init)}."
     rounds = "; ".join(f"round {number}: {_update(one)}" for number, one in enumerate(provenance.updates, 1))
     return f"{how}\n\nIterate kept, {rounds}."

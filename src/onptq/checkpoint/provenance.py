@@ -68,7 +68,8 @@ class Provenance:
     learns_codes: bool = False
     calibration: Calibration | None = None
     off_policy: bool = False  # the answers were the dense model's
-    init_kept: bool = False  # held-out prompts spoke against the calibrated theta
+    init_kept: bool = False  # held-out prompts did not speak for the calibrated theta
+    why_init: str = ""  # why not; runs of earlier versions do not say
 
     @property
     def init_exported(self) -> bool:

@@ -46,9 +46,13 @@ def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str
             if isinstance(rounded.get(key), int | float):
                 notes.append(f"plain rounding: {form.format(rounded[key])}")
             yield f"held-out {name}", " -> ".join(values) + (f" ({'; '.join(notes)})" if notes else "")
+    same = (("KL", "kl", "{:+.5f}"), ("changed decisions", "mismatch", "{:+.2f}%"))
+    changes = [name + change for name, key, form in same if (change := _same_states(choice, key, form))]
+    if changes:
+        yield "on the same states", "; ".join(changes)
     if "kept" in choice:
-        calibrated = choice["kept"] == "calibrated"
-        yield "weights kept", "calibrated" if calibrated else "those of the init: calibration did not help"
+        why = choice.get("why", "calibration did not help")
+        yield "weights kept", "calibrated" if choice["kept"] == "calibrated" else f"those of the init: {why}"
     rounds = [_best_step(figures) for figures in summary.get("rounds") or () if "best_step" in figures]
     if rounds:
         yield "best theta", ", ".join(f"round {k}: {which}" for k, which in enumerate(rounds, 1))
@@ -140,7 +144,7 @@ def _next_commands(summary: Mapping[str, Any], path: str, model: str) -> Iterato
     yield f"onptq verify {folder} --against {shlex.quote(model)}"
     best = recommended(Scheme.parse(summary["scheme"])) if "scheme" in summary else None
     if best is not None:
-        yield serve_command(folder, best.switch)
+        yield serve_command(folder, best)
 
 
 def _words(prompt: Prompt) -> str:
@@ -164,6 +168,10 @@ def _drawn(data: bytes) -> Text:
             text.append("▀", f"rgb{above} on rgb{below}".replace(" ", "").replace("onrgb", " on rgb"))
         text.append("\n")
     return text
+
+
+def _same_states(choice: Mapping[str, Any], key: str, form: str) -> str:
+    return _change(_mapping(choice.get(f"same_states_{key}")), form).replace(";", "", 1)
 
 
 def _change(interval: Mapping[str, Any], form: str) -> str:

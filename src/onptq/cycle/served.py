@@ -169,6 +169,7 @@ def drawn(sampling: Sampling, ordinal: int) -> Mapping[str, Any]:
         "temperature": sampling.temperature,
         "top_k": (sampling.top_k or -1) if sampling.top_p else 1,  # servers take no top_p of 0
         "top_p": sampling.top_p or 1.0,
+        "repetition_penalty": sampling.repetition_penalty,
         "seed": seed,
     }
 

@@ -36,6 +36,7 @@ class Decoding:
         self._replays = replays(policy, limit)
         self._sampling = sampling
         self._numbers = None if sampling is None else sampling.numbers(batch, limit)
+        self._said = None if sampling is None else sampling.said(batch, policy.vocabulary)
         self._fed = torch.zeros(1, dtype=torch.long, device=device)  # which of the tokens is fed next
         self.tokens = torch.zeros(size, limit, dtype=torch.long, device=device)  # y_1..y_limit
         self.tokens[:, 0] = self._chosen(policy.logits(prefix.last))
@@ -68,7 +69,12 @@ class Decoding:
         """The next token of every row."""
         if self._sampling is None or self._numbers is None:
             return logits.argmax(-1)
-        return self._sampling.draw(logits, self._numbers.index_select(1, self._fed)[:, 0])
+        if self._said is not None:
+            logits = self._sampling.penalized(logits, self._said)
+        chosen = self._sampling.draw(logits, self._numbers.index_select(1, self._fed)[:, 0])
+        if self._said is not None:
+            self._said.scatter_(1, chosen[:, None], True)
+        return chosen
 
 
 def replays(policy: LanguageModel, limit: int) -> bool:

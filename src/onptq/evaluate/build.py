@@ -20,6 +20,7 @@ from onptq.data.manifest import manifest_digest
 from onptq.evaluate.candidates import MethodCandidate, RunCandidate, folder_name
 from onptq.evaluate.guard import keep_better
 from onptq.evaluate.session import Session
+from onptq.evaluate.shared import take_shared
 from onptq.evaluate.store import COST, IDENTITY, THETA, path_of
 from onptq.progress import LoggedReporter, NamedReporter
 from onptq.quantizer.theta import Theta
@@ -94,6 +95,7 @@ def _by_rounds(one: MethodCandidate, session: Session) -> tuple[Theta, Cost]:
     inputs = session.inputs(recipe, run)
     reporter = LoggedReporter(NamedReporter(session.plain_reporter, one.name), run.log)
     copy_missing(init, run, shared)
+    take_shared(one, session.run, run)
     with measured_peak(session.device) as peak:
         cycle, read_init = Cycle(inputs, recipe, run, reporter), partial(Theta.load, init.file(THETA), session.device)
         theta = keep_better(cycle, cycle.rounds(read_init()), read_init)

@@ -35,6 +35,7 @@ def read_provenance(run: Run, recipe: Recipe, prompts: Prompts) -> Provenance:
         calibration=Calibration.of(prompts),
         off_policy=recipe.follow.policy == "dense",
         init_kept=init_kept(run.home),
+        why_init=_choice(run.home).get("why", ""),
     )
 
 
@@ -61,8 +62,13 @@ def read_results(home: Path, recipe: Recipe) -> Results | None:
 
 def init_kept(home: Path) -> bool:
     """Whether the run whose files are in `home` ends with its init."""
-    choice = home.joinpath(*CHOICE)
-    return choice.is_file() and read_json(choice)["kept"] == INIT_KEPT
+    return _choice(home).get("kept") == INIT_KEPT
+
+
+def _choice(home: Path) -> dict[str, Any]:
+    """The content of `final/choice.json`; empty where nothing was judged."""
+    choice: dict[str, Any] = read_json(home.joinpath(*CHOICE)) if home.joinpath(*CHOICE).is_file() else {}
+    return choice
 
 
 def held_out_prompts(count: int, recipe: Recipe) -> str:

@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any
 
 from onptq.errors import OnPTQError
-from onptq.models.family import Family, ImagePlaceholder
+from onptq.models.family import Family, ImagePlaceholder, thinker_config
 
 AUTO_CLASSES = (  # of transformers, each a mapping from model_type to the class that writes text
     "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
@@ -71,7 +71,7 @@ def derive_family(config: Mapping[str, Any], names: Collection[str] = ()) -> Fam
 
 def with_linears(family: Family, config: Mapping[str, Any]) -> Family:
     """A registered family whose layers hold experts, with the linears that its class has under this config."""
-    built = _built(json.dumps(_dense(config), sort_keys=True), family.model_class)
+    built = _built(json.dumps(_dense(thinker_config(config)), sort_keys=True), family.model_class)
     return replace(family, linears=built.linears, followers=built.followers)
 
 
@@ -108,8 +108,7 @@ def _built(config_json: str, name: str | None = None) -> _Built:
         with torch.device("meta"):
             model = linearize(getattr(transformers, name)(settings))
     except Exception as error:  # damaged configs, classes that want other packages or another attention raise anything
-        parts = "".join(f"; {part}" for part in _parts(config))
-        raise OnPTQError(f"{name} cannot be built from config.json: {type(error).__name__}: {error}{parts}") from error
+        raise OnPTQError(f"{name} cannot be built from config.json: {type(error).__name__}: {error}") from error
     structure = find_structure(model)
     _try_blocks(structure, name)
     path = next(path for path, module in model.named_modules() if module is structure.decoder)
@@ -123,17 +122,6 @@ def _built(config_json: str, name: str | None = None) -> _Built:
     )
     beside = tuple(_beside(f"{path}." if path else "", parameters))
     return _Built(name, beside, linears, tuple(followers), takes)
-
-
-def _parts(config: Mapping[str, Any]) -> Iterator[str]:
-    """What is to be said of each part of a config that is a model of its own, such as an Omni model's thinker."""
-    for key, part in config.items():
-        if isinstance(part, dict) and model_class(str(part.get("model_type"))) is not None:
-            try:
-                built = _built(json.dumps(part, sort_keys=True))
-                yield f"its {key} alone, {built.model_class}, has the structure"
-            except OnPTQError as error:
-                yield f"in its {key}, {error}"
 
 
 def _depths(config: Any) -> Iterator[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +64,7 @@ def linearize(model: Model) -> Model:
         for name, child in [*module.named_children()]:
             if _is_fused(child):
                 setattr(module, name, _unfused(child))
+                module._is_hf_initialized = True  # type: ignore[assignment]  # or Qwen3-Omni draws the 3D tensors anew
                 for beside in module.children():
                     _take_one_batch(beside)
     return model
@@ -75,6 +77,15 @@ def linearized(model_class: type[Model]) -> type[Model]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             linearize(self)
+
+        @staticmethod
+        def _load_pretrained_model(
+            model: Any, state_dict: Any, files: Any, config: Any, *more: Any, **also: Any
+        ) -> Any:
+            """Load the tensors of experts as they are: transformers would put those of a layer into one."""
+            mapping = [one for one in config.weight_mapping or () if ".experts." not in str(one.target_patterns)]
+            config = replace(config, weight_mapping=mapping)
+            return model_class._load_pretrained_model(model, state_dict, files, config, *more, **also)  # type: ignore[attr-defined]
 
     Linearized.__name__ = Linearized.__qualname__ = model_class.__name__
     Linearized.__module__ = model_class.__module__

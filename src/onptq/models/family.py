@@ -30,6 +30,7 @@ class AudioPlaceholder:
 
     token: str
     count: Callable[[int], int]  # mel frames -> tokens
+    whole: bool = True  # whether the spectrogram is that of the extractor's whole length, silence behind the clip
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,9 @@ class PromptProcessor:
         # Padded as the model's processor pads, because the last frames look into the padding. Frames that the mask
         # leaves out never reach the tower, so they are dropped here: they would be most of a short clip's 15 MB.
         rate = self.feature_extractor.sampling_rate
+        padding = "max_length" if self.family.audio.whole else "longest"
         features = self.feature_extractor(
-            waves, sampling_rate=rate, padding="max_length", return_attention_mask=True, return_tensors="pt"
+            waves, sampling_rate=rate, padding=padding, return_attention_mask=True, return_tensors="pt"
         )
         mask = features["attention_mask"].long()  # [clips, frames]
         frames = mask.sum(-1).tolist()

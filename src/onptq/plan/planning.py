@@ -16,7 +16,8 @@ from onptq.check.probes import probe_prompt
 from onptq.checkpoint.catalogs import did_you_mean, is_cataloged
 from onptq.checkpoint.companions import check_room
 from onptq.checkpoint.exportable import check_apart, check_cached, check_exportable, check_groups
-from onptq.checkpoint.serving import Served, serving
+from onptq.checkpoint.served import Served
+from onptq.checkpoint.serving import serving
 from onptq.checkpoint.source import Source, find_source
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts
 from onptq.data.prompts import Prompt

@@ -46,22 +46,22 @@ class Bank:
 
     @property
     def mismatch(self) -> Column:
-        found: Column = self.states.kind == MISMATCH
-        return found
+        rows: Column = self.states.kind == MISMATCH
+        return rows
 
     @property
     def high(self) -> Column:
         """The states in the top fifth of consequence at H = 16; equals at the bar count."""
         if not len(self.far):
             return np.zeros(0, np.bool_)
-        found: Column = self.far >= np.quantile(self.far, 1 - TOP)
-        return found & (self.far > 0)
+        rows: Column = (self.far >= np.quantile(self.far, 1 - TOP)) & (self.far > 0)
+        return rows
 
     @property
     def joint(self) -> Column:
         """Joint-critical: a mismatch of high consequence."""
-        found: Column = self.mismatch & self.high
-        return found
+        rows: Column = self.mismatch & self.high
+        return rows
 
 
 def make_theta(session: Session, one: MethodCandidate) -> Path:
