@@ -277,8 +277,8 @@ def test_augmented_speech_keeps_its_timing_and_most_of_its_content() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3-vl", OMNI])
-def test_a_few_steps_lower_the_loss_and_write_a_checkpoint(family: str, tmp_path: Path) -> None:
+def test_a_few_steps_lower_the_loss_and_write_a_checkpoint(tmp_path: Path) -> None:
+    """Of the family with every modality."""
     speech: dict[str, Any] = {
         "speakers": 0,
         "spoken_capacity": 16,
@@ -287,22 +287,21 @@ def test_a_few_steps_lower_the_loss_and_write_a_checkpoint(family: str, tmp_path
         "late_warmup": 3,
     }
     settings = SMALL | {"steps": 24, "batch": 4, "log_every": 6}
-    out = train(Training(family, **settings, **speech), tmp_path / "new")
+    out = train(Training(OMNI, **settings, **speech), tmp_path / "new")
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [6, 12, 18, 24]
     assert [record["skipped"] for record in records] == [0] * 4
     early, late = records[0], records[-1]
     assert late["loss"] < early["loss"] - 0.5
-    if family == OMNI:
-        assert 0 < late["ctc"] < 0.6 * early["ctc"]
+    assert 0 < late["ctc"] < 0.6 * early["ctc"]
     assert set(late["losses"]) <= set(MAKERS)
     assert sum(path.stat().st_size for path in out.iterdir()) < 12.4e6
     assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
     policy = load_policy(out, "W4A8", device="cpu")
-    inputs = processor_of(out)(prompt_of(lessons_of(family, 1)[0], family, 0))
+    inputs = processor_of(out)(prompt_of(lessons_of(OMNI, 1)[0], OMNI, 0))
     assert encode(policy, [inputs])[0].length == inputs.length
     with pytest.raises(OnPTQError, match="is not empty"):
-        train(Training(family, **settings), out)
+        train(Training(OMNI, **settings), out)
 
 
 @pytest.mark.slow
