@@ -238,6 +238,7 @@ def test_batches_do_not_depend_on_the_number_of_workers(words: str) -> None:
             assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_ends_the_training() -> None:
     with (
         Feed(Order("{}", TOKENS["qwen2.5-vl"], 0, 8, 64), 1) as feed,
@@ -316,6 +317,7 @@ def test_the_command_trains_a_model_that_can_be_loaded(tmp_path: Path) -> None:
     assert not (out / "outliers.json").exists()  # chosen with the exam
 
 
+@pytest.mark.slow
 def test_training_ends_soon_after_enough_was_learned(tmp_path: Path) -> None:
     settings = SMALL | {"steps": 500, "batch": 2, "log_every": 2}
     out = train(Training("qwen3-vl", **settings, enough={"choice": 100.0}, settle=4), tmp_path / "new")
@@ -371,6 +373,7 @@ def test_steps_with_infinite_gradients_are_left_out_and_counted(tmp_path: Path) 
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@pytest.mark.slow
 def test_losses_that_are_not_finite_stay_out_of_the_log(words: str, tmp_path: Path) -> None:
     ids = write_settings(tmp_path, OMNI, Tokenizer.from_str(words))
     training = Training(OMNI, **SMALL | {"batch": 2, "steps": 6}, spoken_capacity=4, first_audio=2, spoken_share=0.5)
