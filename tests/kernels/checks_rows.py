@@ -29,9 +29,9 @@ from onptq.schemes import Scheme
 pytest_plugins = ["kernel_choice"]
 
 
-SHAPES = ((2, 3, 100), (33, 7), (3, 2500), (40,))
+ROW_SHAPES = ((2, 3, 100), (33, 7), (3, 2500), (40,))
 EVERY_SHAPE_AND_DTYPE = [
-    (shape, dtype, one + two) for one, shape in enumerate(SHAPES) for two, dtype in enumerate(DTYPES)
+    (shape, dtype, one + two) for one, shape in enumerate(ROW_SHAPES) for two, dtype in enumerate(DTYPES)
 ]
 
 
