@@ -38,7 +38,7 @@ def manifest(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFacto
         if prompt.get("images")
     ]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("\n".join(lines[:6]))
+    path.write_text("\n".join(lines))
     return path
 
 
