@@ -234,6 +234,7 @@ def test_onptq_with_gamma_zero_is_static(quantize: Quantize) -> None:
     assert not bank(static).critical.any()
 
 
+@pytest.mark.slow
 def test_rounds_without_refresh_reuse_the_first_bank_and_rounds_with_refresh_do_not(quantize: Quantize) -> None:
     faster = {"rounds": 2, "calibrate.lr_smoothing": 0.05, "calibrate.lr_step": 0.05}
     same, fresh = quantize(faster | {"refresh": False}), quantize(faster)
@@ -248,6 +249,7 @@ def test_rounds_without_refresh_reuse_the_first_bank_and_rounds_with_refresh_do_
     assert [event["round"] for event in events(same, "calibrated")] == [0, 1]
 
 
+@pytest.mark.slow
 def test_the_paper_preset_runs_with_the_papers_numbers(small: Path, tmp_path: Path) -> None:
     sizes = {"data.prompts": 6, "follow.max_tokens": 8, "calibrate.epochs": 1}
     done = call(
@@ -316,6 +318,7 @@ def test_states_per_prompt_and_uniform_weights(quantize: Quantize) -> None:
     assert np.unique(states.weight[states.critical]).size == 1
 
 
+@pytest.mark.slow
 def test_a_random_selection_depends_on_the_seed_alone(quantize: Quantize) -> None:
     all_prompts = {"data.prompts": 6, "data.holdout": 0}  # the seed also draws prompts where some are left over
     rule = all_prompts | {"select.rule": "random", "select.budget": 5}
@@ -324,6 +327,7 @@ def test_a_random_selection_depends_on_the_seed_alone(quantize: Quantize) -> Non
     assert np.array_equal(first.risk, other.risk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -351,6 +355,7 @@ def test_a_divergence_of_kl_changes_the_consequence_too(quantize: Quantize) -> N
     assert not np.allclose(js.consequence, kl.consequence, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_the_horizon_and_the_tolerance_of_a_near_miss(quantize: Quantize) -> None:
     default = bank(quantize())
     for horizon in (1, 8):
@@ -367,6 +372,7 @@ def test_the_horizon_and_the_tolerance_of_a_near_miss(quantize: Quantize) -> Non
 TERMS = ("anchor", "hidden", "pair", "response")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{f"calibrate.{term}": 0} for term in TERMS]
@@ -403,6 +409,7 @@ def test_codes_are_free_settled_or_learned_and_survive_the_export(quantize: Quan
     assert all(0.4 < tensor.abs().max() < 0.52 for tensor in offsets), "from the middle of the codes of plain rounding"
 
 
+@pytest.mark.slow
 def test_the_initial_theta_is_searched_or_plain(quantize: Quantize) -> None:
     searched, plain = (
         load_file(run_home(quantize(changes)) / "init.safetensors") for changes in ({"init": "search"}, {})
@@ -412,6 +419,7 @@ def test_the_initial_theta_is_searched_or_plain(quantize: Quantize) -> None:
     assert not any(tensor.any() for tensor in plain.values())
 
 
+@pytest.mark.slow
 def test_keeping_the_best_iterate_keeps_what_the_held_out_prompts_prefer(quantize: Quantize) -> None:
     changes = {"calibrate.keep": "best", "calibrate.epochs": 3, "data.holdout": 2}
     run = quantize(changes)
@@ -441,6 +449,7 @@ class Listening(QuietReporter):
             yield bar
 
 
+@pytest.mark.slow
 def test_where_every_iterate_is_worse_the_checkpoint_is_that_of_the_init_with_a_warning(
     small: Path, tmp_path: Path
 ) -> None:
@@ -459,6 +468,7 @@ def test_where_every_iterate_is_worse_the_checkpoint_is_that_of_the_init_with_a_
     assert warning.startswith("calibration did not help, so the init is kept: on 2 held-out prompts")
 
 
+@pytest.mark.slow
 def test_the_last_iterate_is_taken_as_it_is(small: Path, tmp_path: Path) -> None:
     wild = {"calibrate.keep": "last", "calibrate.lr_smoothing": 1.0, "calibrate.lr_step": 1.0, "calibrate.epochs": 4}
     reporter = Listening()
@@ -545,6 +555,7 @@ def test_a_finished_run_is_not_shown_where_one_of_its_own_files_is_damaged(small
     assert quantize().phases == ["Hash the model"]
 
 
+@pytest.mark.slow
 def test_eos_as_max_counts_a_forced_end_as_the_largest_consequence(small: Path, tmp_path: Path) -> None:
     """With every token an end, every forced token ends its branch."""
     model = shutil.copytree(small, tmp_path / "model")
@@ -562,6 +573,7 @@ def test_eos_as_max_counts_a_forced_end_as_the_largest_consequence(small: Path, 
     assert np.allclose(banks[True].consequence[banks[True].candidates], np.log(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"compute.cache_gib": 0}, {"calibrate.checkpointing": False}], ids=["no cache", "no checkpointing"]
 )
@@ -573,6 +585,7 @@ def test_memory_settings_do_not_change_the_result(changes: dict[str, Any], quant
             assert (run_home(frugal) / where).read_bytes() == (run_home(default) / where).read_bytes(), where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["codes", "nothing"])
 def test_how_quantized_weights_are_held_does_not_change_the_result(
     keep: str, small: Path, quantize: Quantize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -587,6 +600,7 @@ def test_how_quantized_weights_are_held_does_not_change_the_result(
         assert (run_home(tmp_path) / name).read_bytes() == (run_home(default) / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_rollouts_in_integers_end_in_the_checkpoint_that_a_simulation_reloads(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -630,6 +644,7 @@ def test_as_much_of_the_quantized_weights_is_held_as_fits(
     assert keep_of_q(free * gib, chosen.compute.cache_gib, 13 * gib, 6 * gib, chosen, on_gpu) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"compute.batch_tokens": 1}, {"calibrate.micro_batch": 1}])
 def test_batch_sizes_that_fit_nothing_still_work(changes: dict[str, Any], quantize: Quantize) -> None:
     run = quantize(changes)
@@ -642,6 +657,7 @@ def initial(run: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.slow
 def test_bfloat16_works_or_falls_back_with_a_note(quantize: Quantize) -> None:
     run = quantize({"compute.dtype": "bfloat16"}, verify=True)
     summary = json.loads((run_home(run) / "summary.json").read_text())
@@ -649,6 +665,7 @@ def test_bfloat16_works_or_falls_back_with_a_note(quantize: Quantize) -> None:
     assert np.isfinite(bank(run).risk).all()
 
 
+@pytest.mark.slow
 def test_prompts_can_be_given_as_objects_and_held_out_ones_apart(
     small: Path, quantize: Quantize, tmp_path: Path
 ) -> None:
@@ -704,6 +721,7 @@ def as_contract_1(run: Path, folder: Path, *, finished: bool) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_finished_run_of_contract_1_is_shown_as_it_was(small: Path, first_prompts: Path, tmp_path: Path) -> None:
     run = as_contract_1(first_prompts, tmp_path, finished=True)
     reporter = Listening()
@@ -806,6 +824,7 @@ def test_set_changes_any_field_and_wins_over_options_and_preset(small: Path, tmp
     assert "verification" not in summary
 
 
+@pytest.mark.slow
 def test_a_recipe_file_and_the_record_of_a_run_can_be_run(small: Path, quantize: Quantize, tmp_path: Path) -> None:
     earlier = quantize()
     done = call(

@@ -23,8 +23,8 @@ import torch
 from typer.testing import CliRunner
 
 from onptq.bank import States, read_trajectories
+from onptq.checkpoint.parts import own_layers
 from onptq.checkpoint.source import find_source
-from onptq.checkpoint.write import own_layers
 from onptq.cli import app
 from onptq.errors import OnPTQError
 from onptq.files import read_json
@@ -117,7 +117,7 @@ def serve() -> None:
     from PIL import Image
 
     from onptq import heartbeat, ranks
-    from onptq.checkpoint import write
+    from onptq.checkpoint import parts
 
     for module in (
         "onptq.pipeline",
@@ -144,7 +144,7 @@ def serve() -> None:
         if job["limit"] is not None:
             heartbeat.INTERVAL, heartbeat.LIMIT = job["limit"] / 10, job["limit"]
         if job["shard_bytes"] is not None:
-            write.MAX_SHARD_BYTES = job["shard_bytes"]
+            parts.MAX_SHARD_BYTES = job["shard_bytes"]
         if job["fault"] is not None and job["fault"][0] == rank:
             module, _, name = job["fault"][1].rpartition(".")
             module = module or "onptq.cycle.rounds"
@@ -363,8 +363,7 @@ def test_processes_write_shards_of_their_own_with_the_bytes_of_one(
     for name in files:
         assert (three / name).read_bytes() == (one / name).read_bytes(), name
     source, scheme = find_source(model("qwen2.5-vl")), Scheme.parse("W4A8")
-    parts: dict[str, Any] = {"ignore": source.family.ignore, "linears": source.family.linears}
-    layers = [own_layers(source.folder, scheme, Ranks(rank, 2), limit=30_000, **parts) for rank in range(2)]
+    layers = [own_layers(source, scheme, Ranks(rank, 2), limit=30_000) for rank in range(2)]
     assert sorted(layers[0] + layers[1]) == [0, 1]
     assert all(layers), "each folds what it writes"
 

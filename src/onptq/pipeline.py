@@ -18,8 +18,9 @@ from onptq.check.graph import Graph, answer_graph, reload_and_check
 from onptq.check.job import Job, Manifest, check_job, check_settings
 from onptq.check.trial import Answer, ask, questions
 from onptq.checkpoint.load import load_policy
+from onptq.checkpoint.parts import own_layers
 from onptq.checkpoint.source import Source, choose_device, choose_dtype
-from onptq.checkpoint.write import own_layers, write_checkpoint
+from onptq.checkpoint.write import write_checkpoint
 from onptq.checkpoint.written import damage, record
 from onptq.cycle.expert_tokens import cold_warning
 from onptq.cycle.inputs import Inputs
@@ -285,24 +286,21 @@ def describe(job: Job, policy: Policy, figures: Figures) -> dict[str, Any]:
 
 def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Write the checkpoint with its model card, every process the shards that are its own; return the record of its files."""
-    family, source, ranks = job.source.family, job.source.folder, run.ranks
-    parts: dict[str, Any] = {"ignore": family.ignore, "other_models": family.other_models, "linears": family.linears}
-    own = own_layers(source, job.scheme, ranks, **parts)
+    ranks = run.ranks
+    own = own_layers(job.source, job.scheme, ranks)
     results = read_results(run.home, job.recipe) if ranks.is_first else None
     with reporter.phase("Export", total=sum(one.block.index in own for one in policy.wrapped), unit="modules") as bar:
         write_checkpoint(
-            source,
+            job.source,
             job.out,
             _counted(policy.folded(own), bar),
             job.scheme,
-            **parts,
             provenance=read_provenance(run, job.recipe, job.prompts) if ranks.is_first else None,
             results=results,
             picture=card_picture(results),
-            name=job.source.name,
             ranks=ranks,
         )
-        written: dict[str, Any] = ranks.lead(lambda: record(source, job.out))
+        written: dict[str, Any] = ranks.lead(lambda: record(job.source.folder, job.out))
     return written
 
 

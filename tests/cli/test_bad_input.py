@@ -509,6 +509,7 @@ def test_a_budget_larger_than_the_candidates_takes_all_of_them(small: Path, out:
     assert states.weight.sum() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("over", "what"), [("critical", "anchor alone"), ("visited", "anchor and the response KL")])
 def test_no_candidates_at_all_warns_and_follows_what_is_left(small: Path, out: Path, over: str, what: str) -> None:
     """Eight bits change none of the first two tokens, and no erosion counts below the tolerance."""
@@ -525,6 +526,7 @@ def test_no_candidates_at_all_warns_and_follows_what_is_left(small: Path, out: P
     assert any(not torch.equal(moved[name], start[name]) for name in start)
 
 
+@pytest.mark.slow
 def test_a_model_that_quantization_does_not_change_at_all(model: Path, out: Path) -> None:
     """All linears are zero: nothing erodes, and no row has a largest weight to take its step from."""
     tensors = load_file(model / "model.safetensors")
@@ -657,6 +659,7 @@ def fill(disk: Path, leave: int) -> Path:
     return ballast
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [0, 4, 12, 22, 120])  # fails later with every page of room
 def test_a_full_disk_is_explained_and_the_same_command_continues_once_there_is_room(
     pages: int, disk: Path, small: Path, reference: Path, monkeypatch: pytest.MonkeyPatch

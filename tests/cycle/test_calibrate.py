@@ -590,6 +590,7 @@ def test_a_code_changes_only_when_the_evidence_for_it_adds_up(case: Case) -> Non
         assert change.max() == 1
 
 
+@pytest.mark.slow
 def test_learning_codes_lowers_the_objective_of_the_deployed_model(case: Case) -> None:
     """One prompt a step: directions that prompts do not share cancel before a code changes."""
     cfg = short(**LEARNED, lr_rounding=0.03, batch=1, epochs=10)

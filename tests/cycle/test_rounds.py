@@ -87,6 +87,7 @@ def test_the_figures_of_a_bank_count_states_that_diverge_without_a_candidate() -
     assert (figures["mismatches"], figures["near_misses"], figures["states"]) == (1, 1, 30)
 
 
+@pytest.mark.slow
 def test_off_policy_calibrates_on_the_dense_models_rollouts_and_is_judged_by_the_quantized_ones(
     small: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_off_policy_calibrates_on_the_dense_models_rollouts_and_is_judged_by_the
         assert first == second
 
 
+@pytest.mark.slow
 def test_branch_is_left_out_where_nothing_depends_on_it(small: Path, tmp_path: Path) -> None:
     _, (uniform,) = run_rounds(small, tmp_path / "uniform", method="uniform", rounds=1)
     assert not uniform.horizon.any()

@@ -115,6 +115,7 @@ def test_what_does_not_fit_even_alone_is_an_error_and_other_errors_are_left_alon
     assert budget.size == 4
 
 
+@pytest.mark.slow
 def test_rollouts_comparison_and_branches_are_the_same_in_smaller_batches(
     policy: Policy, prompts: list[EncodedPrompt]
 ) -> None:
@@ -233,6 +234,7 @@ class Warned(QuietReporter):
         self.warnings.append(message)
 
 
+@pytest.mark.slow
 def test_a_run_remembers_what_fits(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
     checkpoint, reporter = tiny("qwen2.5-vl"), Warned()
     changes = {

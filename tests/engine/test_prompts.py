@@ -108,6 +108,7 @@ def quantize(small: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_that_may_cache_nothing_ends_with_the_same_weights_and_leaves_no_prompt(
     small: Path, tmp_path: Path
 ) -> None:

@@ -189,6 +189,7 @@ def quantize(small: Path, out: Path, **changes: Any) -> onptq.pipeline.Result:
     return onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe)
 
 
+@pytest.mark.slow
 def test_a_run_that_did_not_help_ships_its_init_and_says_so(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

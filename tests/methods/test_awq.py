@@ -288,6 +288,7 @@ def test_unquantized_weights_are_not_clipped(small: Path) -> None:
     assert any(u.any() for u in theta.smoothing.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2.5-omni"])
 def test_other_families_are_searched_and_left_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
     def method(policy: Policy, prompts: list[EncodedPrompt], advance: Callable[[int], None]) -> Theta:

@@ -246,6 +246,7 @@ def test_steps_that_only_do_harm_leave_the_better_init(small: Path, monkeypatch:
     assert all(torch.equal(tensor, still.tensors()[name]) for name, tensor in wild.tensors().items())
 
 
+@pytest.mark.slow
 def test_learning_lowers_the_error_of_every_block(small: Path) -> None:
     checkpoint = open_small(small)
     policy = checkpoint.policy("W3A8")

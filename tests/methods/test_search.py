@@ -299,6 +299,7 @@ def test_hooks_do_not_stay_behind(cases: Callable[[str, bool], Case]) -> None:
     assert not any(module._forward_pre_hooks for module in policy.model.modules())
 
 
+@pytest.mark.slow
 def test_the_dense_models_own_responses_are_part_of_the_sample(cases: Callable[[str, bool], Case]) -> None:
     _, policy, prompts, alone = cases("W4A8", True)
     actual, sequences = search(policy, prompts), [one.sequence for one in answer_prompts(policy, prompts)]

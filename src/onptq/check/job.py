@@ -14,9 +14,9 @@ import torch
 
 from onptq.bank import ROLLOUTS
 from onptq.checkpoint.companions import check_room, companion_bytes
+from onptq.checkpoint.exportable import check_apart, check_cached, check_exportable, check_groups, output_bytes
 from onptq.checkpoint.folder import CONFIG
 from onptq.checkpoint.source import Source, choose_device, find_source, is_hub_id
-from onptq.checkpoint.write import check_apart, check_cached, check_exportable, check_groups, output_bytes
 from onptq.cycle.served import ServedPolicy
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts
 from onptq.data.manifest import manifest_digest
@@ -112,14 +112,12 @@ def check_job(
     scheme = Scheme.parse(recipe.scheme)
     if recipe.rounds and recipe.follow.engine == "vllm":
         vllm.check(scheme)
-    checkpoint, decoder = check_exportable(
-        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
-    )
-    check_groups(checkpoint, decoder, scheme)
-    check_cached(checkpoint, scheme, source.family.other_models)
+    check_exportable(source)
+    check_groups(source, scheme)
+    check_cached(source, scheme)
     check_method(recipe.init, source.family)
     if not (out / CONFIG).exists():
-        check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
+        check_room(out, output_bytes(source, scheme) + companion_bytes(source.folder))
     seed = None if is_contract_1(out) else recipe.seed
     prompts = _gather(source, calibration, holdout, recipe, seed, on_bad_prompt, reporter)
     named = str(calibration) if isinstance(calibration, str | Path) else None

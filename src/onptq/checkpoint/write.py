@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,15 @@ from torch import Tensor
 
 from onptq.checkpoint.card import PICTURE, write_card
 from onptq.checkpoint.companions import STAGED_CONFIG, companion_bytes, copy_companions, reported, staged, write_text
-from onptq.checkpoint.folder import BITS, DTYPES, Checkpoint, StoredTensor, open_source
-from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches, storage_dtype
+from onptq.checkpoint.exportable import cached_layers, check_apart, check_exportable, output_bytes
+from onptq.checkpoint.folder import DTYPES, Checkpoint, StoredTensor
+from onptq.checkpoint.names import Decoder, matches
 from onptq.checkpoint.packing import compress_linear, storage_format
+from onptq.checkpoint.parts import Unit, layer_of, plan_shards
 from onptq.checkpoint.provenance import Provenance, Results
 from onptq.checkpoint.quantization import Numbers, activation_numbers, cache_numbers, weight_numbers
-from onptq.checkpoint.shards import MAX_SHARD_BYTES, Shard, header_room, name_shards
+from onptq.checkpoint.shards import Shard, header_room, name_shards
+from onptq.checkpoint.source import Source
 from onptq.errors import OnPTQError
 from onptq.quantizer.folded import Folded, FoldedCache, FoldedFollower, FoldedLinear, FoldedNorm
 from onptq.quantizer.mix import check_mix
@@ -37,25 +38,20 @@ from onptq.schemes import UNQUANTIZED, Scheme
 
 HEAD = "re:.*lm_head"
 MIXED = "mixed-precision"  # the format of several
-_LAYER = re.compile(r"layers\.(\d+)\.")
 SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": torch.uint8}
 
 logger = logging.getLogger(__name__)
 
 
 def write_checkpoint(
-    source: Path,
+    source: Source,
     out: Path,
     folded: Iterable[tuple[str, Folded]],
     scheme: Scheme,
     *,
-    ignore: Sequence[str],
-    other_models: Sequence[str] = (),
-    linears: tuple[str, ...] = (),
     provenance: Provenance | None = None,
     results: Results | None = None,
     picture: str | None = None,
-    name: str | None = None,
     max_shard_bytes: int | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
@@ -63,19 +59,22 @@ def write_checkpoint(
 
     Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"), layer by layer. Each item is packed, written
     and freed before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading.
-    Either the whole checkpoint appears in `out` or none of it. `provenance`, `results`, their `picture` as an SVG and the
-    source's `name` are for the model card. Several `ranks` write shards in turn, each those of its `own_layers`, and the
+    Either the whole checkpoint appears in `out` or none of it. `provenance`, `results` and their `picture` as an SVG are
+    for the model card. Several `ranks` write shards in turn, each those of its `own_layers`, and the
     first the rest.
     """
-    check_apart(source, out)
-    checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
+    check_apart(source.folder, out)
+    check_exportable(source)
+    checkpoint, decoder = source.whole, source.decoder
     check_mix(scheme, decoder.linears)
-    patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
+    patterns = _ignore_patterns(source)
     config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns, decoder.linears))
-    card = write_card(source, checkpoint.config, scheme, provenance, results, name, pictured=picture is not None)
-    needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
-    plan = plan_shards(checkpoint, decoder, scheme, max_shard_bytes)
-    replacing = _Replacing(checkpoint, decoder, scheme, folded)
+    card = write_card(
+        source.folder, source.config, scheme, provenance, results, source.name, pictured=picture is not None
+    )
+    needed = output_bytes(source, scheme) + companion_bytes(source.folder)
+    plan = plan_shards(source, scheme, max_shard_bytes)
+    replacing = _Replacing(source, scheme, folded)
 
     def write_shard(position: int) -> tuple[int, list[str], int]:
         with reported(out, needed), Shard(stage, position, header_room(_output_names(checkpoint, decoder))) as shard:
@@ -88,7 +87,7 @@ def write_checkpoint(
     def finish() -> None:
         with reported(out, needed):
             name_shards(stage, [names for _, names, _ in written], sum(size for _, _, size in written))
-            copy_companions(source, stage)
+            copy_companions(source.folder, stage)
             write_text(stage / "README.md", card)
             if picture is not None:
                 write_text(stage / PICTURE, picture)
@@ -177,62 +176,12 @@ def _args(numbers: Numbers, scales: str, *, static: bool) -> dict[str, Any]:
     } | more
 
 
-@dataclass
-class Unit:
-    """What lies in one shard: a layer of the decoder, or one tensor outside of its layers."""
-
-    layer: int | None
-    names: list[str]  # of the source's tensors
-    bytes: int  # in the output
-
-
-def plan_shards(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme, limit: int | None = None) -> list[list[Unit]]:
-    """The units of every shard, which holds at most `limit` bytes or one unit."""
-    limit = MAX_SHARD_BYTES if limit is None else limit
-    layers: dict[int, Unit] = {}
-    others = []
-    for name, tensor in checkpoint.tensors.items():
-        layer = _layer(name.removeprefix(decoder.prefix)) if name.startswith(decoder.prefix) else None
-        if layer is None:
-            others.append(Unit(None, [name], tensor.nbytes))
-        else:
-            unit = layers.setdefault(layer, Unit(layer, [], 0))
-            unit.names.append(name)
-            unit.bytes += tensor.nbytes
-    for name, added in _growth(checkpoint, decoder, scheme):
-        layers[_layer(name) or 0].bytes += added
-    shards: list[list[Unit]] = [[]]
-    for unit in (*(layers[layer] for layer in sorted(layers)), *others):
-        if shards[-1] and sum(one.bytes for one in shards[-1]) + unit.bytes > limit:
-            shards.append([])
-        shards[-1].append(unit)
-    return shards
-
-
-def own_layers(
-    source: Path,
-    scheme: Scheme,
-    ranks: Ranks,
-    *,
-    ignore: Sequence[str],
-    other_models: Sequence[str] = (),
-    linears: tuple[str, ...] = (),
-    limit: int | None = None,
-) -> list[int]:
-    """The layers of the decoder that a rank folds and writes, in their order."""
-    checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
-    plan = plan_shards(checkpoint, decoder, scheme, limit)
-    return sorted(unit.layer for shard in plan[ranks.rank :: ranks.size] for unit in shard if unit.layer is not None)
-
-
 class _Replacing:
     """The output's tensors, unit by unit: folded ones, and the source's own where nothing stands for them."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme, folded: Iterable[tuple[str, Folded]]
-    ) -> None:
-        self.checkpoint, self.decoder, self.scheme = checkpoint, decoder, scheme
-        self._groups = groupby(folded, key=lambda item: _layer(item[0]))
+    def __init__(self, source: Source, scheme: Scheme, folded: Iterable[tuple[str, Folded]]) -> None:
+        self.checkpoint, self.decoder, self.scheme = source.whole, source.decoder, scheme
+        self._groups = groupby(folded, key=lambda item: layer_of(item[0]))
         self._next = next(self._groups, None)
         self._replaced, self._cached = set[str](), set[str]()
         self._layers: list[int] = []
@@ -251,13 +200,13 @@ class _Replacing:
             name, part = next(self._next[1])
             list(self._folded([(name, part)]))  # whatever else is wrong with it
             raise OnPTQError(f"{name} was folded behind later layers")
-        expected = [name for name in self.decoder.linears if _layer(name) in self._layers]
+        expected = [name for name in self.decoder.linears if layer_of(name) in self._layers]
         missing = [name for name in expected if f"{self.decoder.prefix}{name}.weight" not in self._replaced]
         if missing:
             raise OnPTQError(
                 f"{len(missing)} of {len(expected)} decoder linears were not folded: {', '.join(missing[:7])}"
             )
-        layers = {name for name in cached_layers(self.decoder) if _layer(name) in self._layers}
+        layers = {name for name in cached_layers(self.decoder) if layer_of(name) in self._layers}
         if self.scheme.quantizes_cache and self._cached != layers:
             raise OnPTQError(
                 f"{len(self._cached)} of {len(layers)} layers have scales of their KV cache: {sorted(layers - self._cached)}"
@@ -273,12 +222,6 @@ class _Replacing:
             self._replaced |= taken
             yield from tensors.items()
             del part, tensors
-
-
-def _layer(name: str) -> int | None:
-    """The layer of a name that is relative to the decoder."""
-    match = _LAYER.match(name)
-    return None if match is None else int(match[1])
 
 
 def _replacement(
@@ -355,76 +298,20 @@ def _check(holds: bool, what: str, shape: tuple[int, ...], got: Tensor) -> None:
         raise OnPTQError(f"{what}: expected shape {list(shape)}, got {got.dtype} {list(got.shape)}{extremes}")
 
 
-def check_exportable(
-    source: Path, excluded: Sequence[str], linears: tuple[str, ...] = ()
-) -> tuple[Checkpoint, Decoder]:
-    """Open `source` and refuse what could not be exported. Reads headers only, so a run can begin with it.
-
-    `excluded` are the patterns and prefixes of towers, head and other models; `linears` are a class's own, as `find_decoder`
-    takes them.
-    """
-    checkpoint = open_source(source)
-    decoder = find_decoder(checkpoint.tensors, excluded, linears)
-    storage_dtype(checkpoint, decoder)
-    _check_matrices(checkpoint, decoder, excluded)
-    _check_shapes(checkpoint, decoder)
-    return checkpoint, decoder
-
-
-def check_groups(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> None:
-    """Refuse groups that do not divide the input columns of every linear, and mixed schemes that do not fit the model."""
-    check_mix(scheme, decoder.linears)
-    for name in decoder.linears:
-        size, columns = scheme.of(name).group_size, checkpoint.tensors[f"{decoder.prefix}{name}.weight"].shape[1]
-        if columns % (size or columns):
-            raise OnPTQError(f"{scheme}: {name} has {columns} input columns, which groups of {size} do not divide")
-
-
-def check_cached(checkpoint: Checkpoint, scheme: Scheme, other_models: Sequence[str]) -> None:
-    """Refuse a quantized KV cache beside other models: readers of the whole would quantize their caches, too."""
-    others = [name for name in other_models if any(key.startswith(name) for key in checkpoint.tensors)]
-    if scheme.quantizes_cache and others:
-        raise OnPTQError(
-            f"{scheme}: {checkpoint.folder} holds other models ({', '.join(others)}), for whose KV caches readers would miss "
-            "scales; expected a checkpoint of the language model and its towers alone"
-        )
-
-
-def _check_matrices(checkpoint: Checkpoint, decoder: Decoder, excluded: Sequence[str]) -> None:
-    """Readers quantize every Linear that is not ignored, so a decoder layer may hold no others than those to quantize."""
-    linears = {f"{decoder.prefix}{name}.weight" for name in decoder.linears}
-    for key, tensor in checkpoint.tensors.items():
-        of_layer = key.startswith(f"{decoder.prefix}layers.") and len(tensor.shape) > 1
-        depthwise = len(tensor.shape) == 3 and tensor.shape[1] == 1  # a convolution of every channel by itself
-        if of_layer and not depthwise and key not in linears and not any(matches(key, pattern) for pattern in excluded):
-            raise OnPTQError(
-                f"{key} {list(tensor.shape)} is in a decoder layer and none of its linears to quantize: unsupported"
-            )
-
-
-def _check_shapes(checkpoint: Checkpoint, decoder: Decoder) -> None:
-    wrong = disagreements(checkpoint.config, checkpoint.tensors, decoder)
-    if wrong:
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise OnPTQError(f"{checkpoint.folder}: config.json and tensors disagree: {wrong[0]}{more}")
-
-
-def check_apart(source: Path, out: Path) -> None:
-    if out.resolve().is_relative_to(source.resolve()):
-        raise OnPTQError(f"the output folder {out} lies in the model folder {source}: choose another --out, outside it")
-
-
-def _ignore_patterns(
-    checkpoint: Checkpoint, decoder: Decoder, ignore: Sequence[str], other_models: Sequence[str]
-) -> list[str]:
-    """Regexes that match names on disk and names at run time alike, which exact names do not."""
-    others = {name: f"re:^{re.escape(name)}.*" for name in other_models}
-    absent = {regex for name, regex in others.items() if not any(key.startswith(name) for key in checkpoint.tensors)}
-    patterns = [pattern for pattern in dict.fromkeys((HEAD, *ignore, *others.values())) if pattern not in absent]
+def _ignore_patterns(source: Source) -> list[str]:
+    """Regexes that match names on disk and names at run time alike, which exact names do not; none for models that the
+    checkpoint lacks."""
+    family, decoder, tensors = source.family, source.decoder, source.whole.tensors
+    absent = {
+        pattern
+        for name, pattern in zip(family.other_models, family.other_patterns, strict=True)
+        if not any(key.startswith(name) for key in tensors)
+    }
+    patterns = [pattern for pattern in dict.fromkeys((HEAD, *family.ignore)) if pattern not in absent]
     for pattern in patterns:
         # A head tied to the embeddings is a module without a tensor of its own.
-        if pattern != HEAD and not any(matches(key, pattern) for key in checkpoint.tensors):
-            logger.warning("the ignore pattern %s matches no tensor of %s", pattern, checkpoint.folder)
+        if pattern != HEAD and not any(matches(key, pattern) for key in tensors):
+            logger.warning("the ignore pattern %s matches no tensor of %s", pattern, source.folder)
         caught = next((name for name in decoder.linears if matches(decoder.prefix + name, pattern)), None)
         if caught:
             raise OnPTQError(
@@ -454,39 +341,5 @@ def _output_names(checkpoint: Checkpoint, decoder: Decoder) -> list[str]:
     return [*checkpoint.tensors, *linears, *caches]
 
 
-def cached_layers(decoder: Decoder) -> set[str]:
-    """The attentions that have a KV cache, by name relative to the decoder."""
-    return {name.rpartition(".")[0] for name in decoder.linears if name.endswith(".o_proj")}
-
-
 def _cache_names(attention: str) -> tuple[str, str]:
     return f"{attention}.k_scale", f"{attention}.v_scale"
-
-
-def output_bytes(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> int:
-    return checkpoint.weight_bytes + sum(added for _, added in _growth(checkpoint, decoder, scheme))
-
-
-def _growth(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> Iterator[tuple[str, int]]:
-    """By how many bytes each linear and cache grows, or by minus so many."""
-    if scheme.quantizes_cache:
-        size = 2 * DTYPES[storage_dtype(checkpoint, decoder)].itemsize
-        yield from ((name, size) for name in cached_layers(decoder))
-    for name in decoder.linears:
-        one = scheme.of(name)
-        if not one.quantizes_weights:
-            continue
-        bits = one.weight_bits if "pack-quantized" in storage_format(one) else 8
-        scale_bytes = None if one.scales == "dtype" else 1
-        tensor_scales = 4 * ((one.scales == "E4M3") + one.scales_inputs)
-        weight = checkpoint.tensors[f"{decoder.prefix}{name}.weight"]
-        outputs, inputs = weight.shape
-        itemsize = BITS[weight.dtype] // 8
-        groups = math.prod(one.scale_shape(outputs, inputs))
-        yield (
-            name,
-            math.ceil(weight.numel * bits / 8)
-            - weight.numel * itemsize
-            + tensor_scales
-            + groups * ((scale_bytes or itemsize) + (not one.symmetric)),
-        )
