@@ -21,17 +21,11 @@ from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
 from onptq.check.trial import Answer, ask, questions
 from onptq.checkpoint.companions import check_room, companion_bytes, companions
+from onptq.checkpoint.exportable import check_apart, check_cached, check_exportable, check_groups, output_bytes
 from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
-from onptq.checkpoint.write import (
-    check_apart,
-    check_cached,
-    check_exportable,
-    check_groups,
-    output_bytes,
-    write_checkpoint,
-)
+from onptq.checkpoint.write import write_checkpoint
 from onptq.cycle.calibrate import Holdout
 from onptq.cycle.expert_tokens import cold_warning, expert_summary
 from onptq.cycle.inputs import Inputs
@@ -232,14 +226,12 @@ def check(
     scheme = Scheme.parse(recipe.scheme)
     if recipe.rounds and recipe.follow.engine == "vllm":
         vllm.check(scheme)
-    checkpoint, decoder = check_exportable(
-        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
-    )
-    check_groups(checkpoint, decoder, scheme)
-    check_cached(checkpoint, scheme, source.family.other_models)
+    check_exportable(source)
+    check_groups(source, scheme)
+    check_cached(source, scheme)
     check_method(recipe.init, source.family)
     if not (out / CONFIG).exists():
-        check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
+        check_room(out, output_bytes(source, scheme) + companion_bytes(source.folder))
     seed = None if is_contract_1(out) else recipe.seed
     prompts = _gather(source, calibration, holdout, recipe, seed, on_bad_prompt, reporter)
     named = str(calibration) if isinstance(calibration, str | Path) else None
@@ -488,20 +480,16 @@ def warn_of_no_help(summary: Mapping[str, Any], reporter: Reporter) -> None:
 
 def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Write the checkpoint with its model card; return the size of its weights and the hashes of its files."""
-    family, results = job.source.family, read_results(run.home, job.recipe)
+    results = read_results(run.home, job.recipe)
     with reporter.phase("Export", total=len(policy.wrapped), unit="modules") as bar:
         write_checkpoint(
-            job.source.folder,
+            job.source,
             job.out,
             _counted(policy.folded(), bar),
             job.scheme,
-            ignore=family.ignore,
-            other_models=family.other_models,
-            linears=family.linears,
             provenance=read_provenance(run, job.recipe, job.prompts),
             results=results,
             picture=card_picture(results),
-            name=job.source.name,
         )
         return {"bytes": weight_bytes(job.out), "sha256": {name: file_sha256(job.out / name) for name in made_of(job)}}
 
