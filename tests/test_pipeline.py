@@ -201,6 +201,7 @@ def test_floats_are_calibrated_written_and_verified(scheme: str, stored: str, wi
     assert any(bool(tensor.any()) for name, tensor in tensors.items() if name.startswith("ratio/"))
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_needs_no_prompts_and_prompts_only_measure_it(small: Path, tmp_path: Path) -> None:
     alone, measured = tmp_path / "alone", tmp_path / "measured"
     plain = Recipe.preset("risk", {"method": "rtn", "data.prompts": 4, "data.holdout": 2, "follow.max_tokens": 8})
@@ -310,6 +311,7 @@ def test_every_selection_rule_takes_the_states_it_says(quantize: Quantize) -> No
         assert states.weight.sum() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_states_per_prompt_and_uniform_weights(quantize: Quantize) -> None:
     states = bank(quantize({"select.per_prompt": 2, "select.weights": "uniform"}))
     for prompt in np.unique(states.prompt):
@@ -348,6 +350,7 @@ def test_every_risk_term_can_be_weighted_or_removed(
     assert taken(states) == best(states.risk, states.candidates, 256)
 
 
+@pytest.mark.slow
 def test_a_divergence_of_kl_changes_the_consequence_too(quantize: Quantize) -> None:
     js, kl = bank(quantize()), bank(quantize({"risk.divergence": "kl"}))
     assert np.array_equal(js.js, kl.js)
@@ -481,6 +484,7 @@ def test_the_last_iterate_is_taken_as_it_is(small: Path, tmp_path: Path) -> None
     assert not [text for text in reporter.warnings if "did not help" in text]
 
 
+@pytest.mark.slow
 def test_few_prompts_are_warned_of_where_they_calibrate(small: Path, tmp_path: Path) -> None:
     reporter = Listening()
     given: dict[str, Any] = {"calibration": small / "prompts.jsonl", "verify": False}
@@ -733,6 +737,7 @@ def test_a_finished_run_of_contract_1_is_shown_as_it_was(small: Path, first_prom
     assert len(load_bank(run / "onptq", round_index=1)) > 0
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_of_contract_1_goes_on_where_it_is(small: Path, first_prompts: Path, tmp_path: Path) -> None:
     run = as_contract_1(first_prompts, tmp_path, finished=False)
     reporter = Listening()
@@ -808,6 +813,7 @@ def test_quiet_still_says_what_went_wrong(small: Path, tmp_path: Path) -> None:
     assert "none.jsonl" in done.stderr
 
 
+@pytest.mark.slow
 def test_set_changes_any_field_and_wins_over_options_and_preset(small: Path, tmp_path: Path) -> None:
     changes = TINY | {"branch.horizon": 8, "scheme": "W8A8", "select.per_prompt": 1, "risk.divergence": "kl"}
     del changes["init"]

@@ -214,6 +214,7 @@ def test_a_run_that_did_not_help_ships_its_init_and_says_so(
     assert "The init was kept: on held-out prompts KL went up." in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_with_keep_last_nothing_is_judged(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "choose", None)
     summary = quantize(small, tmp_path / "out", **{"calibrate.keep": "last"}).summary
