@@ -86,7 +86,7 @@ def main() -> None:
     from onptq.zoo.random import write_random
 
     folder = given.folder or Path(tempfile.mkdtemp(prefix="onptq-load-"))
-    size = {"hidden": 64, "heads": 2, "kv_heads": 1, "ffn": 128, "vocab": 512, "image_size": 56}
+    size: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 1, "ffn": 128, "vocab": 512, "image_size": 56}
     most = max(given.prompts)
     if not (folder / "model" / "prompts.jsonl").exists():
         write_random("qwen2.5-vl", folder / "model", prompts=most + RECIPE["data.holdout"], **size)
