@@ -38,8 +38,10 @@ import onptq
 from onptq.checkpoint.source import Source, open_checkpoint
 from onptq.errors import OnPTQError
 from onptq.files import cache_folder
+from onptq.progress import QuietReporter
 from onptq.recipe import Recipe
 from onptq.serving.vllm import cpu_flags
+from onptq.zoo.materials import draw_calibration
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,16 @@ class Suite:
         return self.out / case.label
 
     def export(self, case: Case) -> Source:
-        """The checkpoint to serve; a dense model itself."""
+        """The checkpoint to serve; a dense model itself. Scales of inputs and of the cache come from a few prompts."""
         source = case.source(self.out / "models")
         if case.scheme is None:
             return source
-        recipe = Recipe.preset("light", {"scheme": str(case.scheme), "method": "rtn"})
+        calibrated = case.scheme.quantizes_cache or case.scheme.scales_inputs
+        options: dict[str, Any] = {"scheme": str(case.scheme), "method": "smoothquant" if calibrated else "rtn"}
+        recipe = Recipe.preset("light", options | {"data.prompts": 4, "data.holdout": 0})
+        prompts = draw_calibration(source.family.name, recipe.data, QuietReporter())[0] if calibrated else None
         checkpoint = self.folder(case) / "checkpoint"
-        onptq.quantize(source.folder, checkpoint, recipe=recipe)
+        onptq.quantize(source.folder, checkpoint, calibration=prompts, recipe=recipe)
         return open_checkpoint(str(checkpoint))
 
     def ask_server(

@@ -13,7 +13,9 @@ from onptq.serving.vllm import ON_CPU
 __all__ = ["NAME", "Server", "ServerError", "free_port", "kernels", "serve_command", "settings", "tail"]
 
 NAME = "onptq"  # of the checkpoint in requests
-KERNEL = re.compile(r"(?:Using|Selected) (\w+?)(?:LinearKernel)? for (?:CompressedTensors\w+|mixed-precision linear)")
+KERNEL = re.compile(
+    r"(?:Using|Selected) (\w+?)(?:LinearKernel)? for (?:CompressedTensors\w+|mixed-precision linear|\w+ GEMM)"
+)
 
 
 def serve_command(python: Path, checkpoint: Path, port: int, dtype: str, media: Mapping[str, int]) -> list[str]:

@@ -1,6 +1,7 @@
 """Quantize with AutoRound; run.py starts it in AutoRound's own environment.
 
     python quantize_autoround.py --recipe default --bits 4 --model DIR --material DIR --out DIR
+    python quantize_autoround.py --recipe default --named NVFP4 --model DIR --material DIR --out DIR
 
 `default`, `light` and `best` are the package's recipes of those names, in batches of 8. Samples with images differ in
 length, so a batch is 8 accumulated single samples, as the package advises. The checkpoint has its `llm_compressor`
@@ -27,15 +28,18 @@ BATCH = 8
 FORMAT = "llm_compressor"
 
 
-def make_scheme(bits: int, activation_bits: int, group_size: int | None) -> Any:
+def make_scheme(args: argparse.Namespace) -> Any:
+    """Integers of so many bits, or the package's own scheme of that name."""
     from auto_round.schemes import QuantizationScheme
 
+    if args.named:
+        return args.named
     return QuantizationScheme(
-        bits=bits,
-        group_size=group_size or -1,
+        bits=args.bits,
+        group_size=args.group_size or -1,
         sym=True,
         data_type="int",
-        act_bits=activation_bits,
+        act_bits=args.activation_bits,
         act_group_size=-1,
         act_sym=True,
         act_data_type="int",
@@ -59,7 +63,9 @@ def make_rounding(model: Any, tokenizer: Any, samples: Sequence[dict[str, Tensor
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", choices=tuple(RECIPES), required=True)
-    parser.add_argument("--bits", type=int, required=True)
+    numbers = parser.add_mutually_exclusive_group(required=True)
+    numbers.add_argument("--bits", type=int)
+    numbers.add_argument("--named", help="NVFP4")
     parser.add_argument("--activation-bits", type=int, default=16)
     parser.add_argument("--group-size", type=int)
     for name in ("model", "material", "out"):
@@ -80,7 +86,7 @@ def main() -> None:
         tokenizer,
         samples,
         args.recipe,
-        scheme=make_scheme(args.bits, args.activation_bits, args.group_size),
+        scheme=make_scheme(args),
         format=FORMAT,
         device_map="cpu",
         enable_torch_compile=False,  # samples differ in shape; results are the same

@@ -1,6 +1,7 @@
 """Quantize with llm-compressor; run.py starts it in llm-compressor's own environment.
 
     python quantize_llmcompressor.py --method gptq --bits 4 --activation-bits 8 --model DIR --material DIR --out DIR
+    python quantize_llmcompressor.py --method gptq --named NVFP4 --model DIR --material DIR --out DIR
 
 The modifiers' own defaults: GPTQ (1% damping, blocks of 128, static activation order), AWQ (20 ratios, duo scaling, its
 Qwen2.5-VL mappings) and then plain rounding, SmoothQuant with the strength 0.8 of the package's examples and then GPTQ,
@@ -29,8 +30,15 @@ METHODS = ("rtn", "gptq", "awq", "smoothquant", "autoround", "autoround-best")
 BEST_ITERATIONS = 1000  # of AutoRound's own recipe of that name; the modifier's default is that of AutoRound, 200
 
 
-def scheme(bits: int, activation_bits: int, group_size: int | None) -> dict[str, Any]:
-    """Symmetric integer weights per output channel or group; integer activations, symmetric, dynamic, per token."""
+def scheme(args: argparse.Namespace) -> dict[str, Any]:
+    """Symmetric integer weights per output channel or group and integer activations, symmetric, dynamic, per token; or
+    the format of that name."""
+    if args.named:
+        from compressed_tensors.quantization import preset_name_to_scheme
+
+        named: dict[str, Any] = preset_name_to_scheme(args.named, ["Linear"]).model_dump(mode="json", exclude_none=True)
+        return named
+    bits, activation_bits, group_size = args.bits, args.activation_bits, args.group_size
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
     weights |= {"strategy": "group", "group_size": group_size} if group_size else {"strategy": "channel"}
     group: dict[str, Any] = {"targets": ["Linear"], "weights": weights}
@@ -72,7 +80,9 @@ def disable_pinning() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=METHODS, required=True)
-    parser.add_argument("--bits", type=int, required=True)
+    numbers = parser.add_mutually_exclusive_group(required=True)
+    numbers.add_argument("--bits", type=int)
+    numbers.add_argument("--named", help="NVFP4 or NVFP4A16")
     parser.add_argument("--activation-bits", type=int, default=16)
     parser.add_argument("--group-size", type=int)
     for name in ("model", "material", "out"):
@@ -86,16 +96,18 @@ def main() -> None:
     set_seed(0)
     disable_pinning()
     samples, model = read_samples(args.material, args.model), read_model(args.model)
-    group = scheme(args.bits, args.activation_bits, args.group_size)
+    group = scheme(args)
+    # Plain rounding needs data where the input of a linear has a scale for the whole tensor.
+    datafree = args.method == "rtn" and args.named != "NVFP4"
     began = time.monotonic()
     oneshot(
         model=model,
         processor=AutoTokenizer.from_pretrained(args.model),
         recipe=recipe(args.method, group),
-        dataset=DataLoader(samples, batch_size=None) if args.method != "rtn" else None,
+        dataset=None if datafree else DataLoader(samples, batch_size=None),
         num_calibration_samples=len(samples),
         sequential_targets=[type(model.model.language_model.layers[0]).__name__],
-        pipeline="datafree" if args.method == "rtn" else "sequential",
+        pipeline="datafree" if datafree else "sequential",
     )
     packages = ("llmcompressor", "compressed-tensors", "transformers", "torch")
     record = args.out.with_name(args.out.name + ".json")

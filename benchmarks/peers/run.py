@@ -52,7 +52,8 @@ class Peer:
         return peer if peer.startswith(self.tool) else f"{self.tool}-{peer}"
 
 
-AUTOROUND = frozenset({*(f"W{bits}A16" for bits in range(2, 9)), "W8A8"})
+AUTOROUND = frozenset({*(f"W{bits}A16" for bits in range(2, 9)), "W8A8", "NVFP4"})
+NAMED = ("NVFP4", "NVFP4A16")  # schemes of floats that the tools know by the same names
 PEERS = {
     "rtn": Peer("llmcompressor", ("--method", "rtn"), "llm-compressor, plain rounding"),
     "gptq": Peer("llmcompressor", ("--method", "gptq"), "llm-compressor, GPTQ"),
@@ -98,15 +99,19 @@ class Plan:
             str(HERE / f"quantize_{tool.tool}.py"),
             *tool.options,
         ]
-        command += ["--bits", str(self.scheme.weight_bits), "--activation-bits", str(self.scheme.activation_bits)]
-        if self.scheme.group_size:
-            command += ["--group-size", str(self.scheme.group_size)]
+        if str(self.scheme) in NAMED:
+            command += ["--named", str(self.scheme)]
+        else:
+            command += ["--bits", str(self.scheme.weight_bits), "--activation-bits", str(self.scheme.activation_bits)]
+            command += ["--group-size", str(self.scheme.group_size)] if self.scheme.group_size else []
         folders = {"model": self.dense, "material": self.material, "out": self.checkpoint(peer)}
         return [*command, *(part for name, folder in folders.items() for part in (f"--{name}", str(folder)))]
 
     def score_command(self, preset: str, items: int, prompts: int) -> list[str]:
         """`onptq compare` of our methods on the same calibration prompts and of every peer's checkpoint."""
-        ours = [*(f"{method}:{self.scheme}@{preset}" for method in OURS), f"onptq:{self.scheme}@best"]
+        ours = [f"{method}:{self.scheme}@{preset}" for method in OURS]
+        if preset == "default":
+            ours.append(f"onptq:{self.scheme}@best")
         theirs = [f"{PEERS[peer].named(peer)}={self.checkpoint(peer)}" for peer in self.peers]
         out = self.out / str(self.scheme) / "compared"
         counts = ["--items", str(items), "--prompts", str(prompts)]
@@ -115,8 +120,7 @@ class Plan:
 
 def choose_peers(names: str | None, scheme: Scheme) -> tuple[str, ...]:
     """Those that were named, or all that can write the scheme."""
-    bare = str(Scheme(scheme.weight_bits, scheme.activation_bits))
-    able = [name for name, peer in PEERS.items() if peer.only is None or bare in peer.only]
+    able = [name for name, peer in PEERS.items() if peer.only is None or scheme.kind in peer.only]
     if names is None:
         return tuple(able)
     chosen = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
@@ -178,7 +182,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=f"{__doc__}\npeers:\n{peers}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="zoo:qwen2.5-vl", help="a folder, or a name of `onptq zoo list`")
-    parser.add_argument("--scheme", default="W4A16", help="W4A16, W8A8, W4A8, any WbAb; -gN with A16")
+    parser.add_argument("--scheme", default="W4A16", help="W4A16, W8A8, W4A8, any WbAb; -gN with A16; NVFP4, NVFP4A16")
     parser.add_argument("--peers", help="names with commas between them; default: all that can write the scheme")
     parser.add_argument("--out", type=Path, required=True, help="folder of material, checkpoints and scores")
     parser.add_argument(
@@ -196,8 +200,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     scheme = Scheme.parse(args.scheme)
     if not scheme.symmetric:
         raise OnPTQError(f"--scheme {scheme}: the peers are run with symmetric weights; expected no -asym")
-    if not scheme.of_integers:
-        raise OnPTQError(f"--scheme {scheme}: the peers are run with integers; expected WbAb, -gN")
+    if not scheme.of_integers and str(scheme) not in NAMED:
+        raise OnPTQError(f"--scheme {scheme}: the peers are run with WbAb, -gN, {' and '.join(NAMED)}")
     environments = args.environments or args.out / "environments"
     return Plan(args.model, scheme, choose_peers(args.peers, scheme), args.out.absolute(), environments.absolute())
 

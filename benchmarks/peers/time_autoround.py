@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         samples = read_samples(args.material, args.model)
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         batches = samples if args.singly else make_batches(samples, padding)
-    options: dict[str, Any] = {"scheme": make_scheme(args.bits, args.activation_bits, args.group_size)}
+    options: dict[str, Any] = {"scheme": make_scheme(args)}
     options |= {"nsamples": len(samples), "device_map": "cpu" if device.type == "cpu" else device.index or 0}
     if not args.singly:
         options |= {"batch_size": BATCH, "gradient_accumulate_steps": 1}

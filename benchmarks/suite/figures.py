@@ -1,87 +1,93 @@
-"""A figure of a suite: every method's on-policy behaviour with its interval, model by model and scheme by scheme.
+"""A picture of a suite's tables: one measure of every method, a panel for each scheme and a point for each model.
 
-python -m benchmarks.suite.figures main-suite/suite.json suite-mismatch.svg --measure mismatch
+python -m benchmarks.suite.figures results/suite.md docs/assets/suite-mismatch.svg
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-OURS = "onptq"
-COLORS = {"onptq": "#c1121f", "static": "#1d3557", "uniform": "#457b9d"}
+from onptq.page.contract import Plot
+from onptq.page.vega import (
+    BLUE,
+    GREY,
+    ROW_HEIGHT,
+    SKY,
+    VERMILION,
+    Row,
+    category,
+    coloured,
+    logarithmic,
+    picture,
+    tips,
+    values,
+    write_svg,
+)
+
+SECTION = re.compile(r"### (?P<model>\S+), (?P<scheme>\S+)")
 AXES = {
-    "mismatch": "changed decisions, %",
+    "mismatch %": "changed decisions, %",
     "erosion": "erosion, logits",
-    "kl": "on-policy KL, nats",
-    "flips": "flips, %",
+    "KL": "on-policy KL, nats",
+    "flips %": "flips, %",
 }
+COLOURS = {"OnPTQ": VERMILION, "uniform": BLUE, "static control": SKY, "others": GREY}
+GROUPS = {"onptq": "OnPTQ", "uniform": "uniform", "static": "static control"}
+PANEL = 84  # pixels
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", type=Path, help="suite.json")
-    parser.add_argument("out", type=Path, help="an .svg or .png")
-    parser.add_argument("--measure", choices=sorted(AXES), default="mismatch")
+    parser.add_argument("tables", type=Path, help="the .md of a suite")
+    parser.add_argument("out", type=Path, help="an .svg")
+    parser.add_argument("--measure", choices=list(AXES), default="mismatch %")
     args = parser.parse_args()
-    draw(json.loads(args.tables.read_text(encoding="utf-8")), args.measure, args.out)
+    write_svg(plot(list(read(args.tables.read_text(encoding="utf-8"), args.measure)), args.measure), args.out)
 
 
-def draw(tables: Mapping[str, Any], measure: str, path: Path) -> None:
-    """One panel for every pair of a model and a scheme, on a logarithmic axis that a scheme's panels share."""
-    import matplotlib.pyplot as plt
+def read(text: str, measure: str) -> Iterator[Row]:
+    """The measure of every method, model and scheme, from the tables of a suite; what is not above zero is left out."""
+    section, column, lines = None, None, iter(text.splitlines())
+    for line in lines:
+        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        if line.startswith("#"):
+            section, column = SECTION.fullmatch(line), None
+        elif not line.startswith("|"):
+            column = None
+        elif section and cells[0] == section["scheme"]:
+            column = cells.index(measure) if measure in cells else None
+        elif section and column is not None and re.fullmatch(r"[\d.]+", cells[column]) and float(cells[column]) > 0:
+            yield {**section.groupdict(), "method": cells[0], "value": float(cells[column])}
 
-    plt.rcParams["svg.fonttype"] = "none"
-    benchmarks = tables["benchmarks"]
-    schemes = list(dict.fromkeys(one["scheme"] for benchmark in benchmarks for one in benchmark["schemes"]))
-    methods = _methods(benchmarks)
-    size = (1.2 + 1.75 * len(schemes), 0.6 + (0.35 + 0.15 * len(methods)) * len(benchmarks))
-    figure, panels = plt.subplots(
-        len(benchmarks), len(schemes), figsize=size, sharex="col", sharey=True, squeeze=False, layout="constrained"
+
+def plot(rows: Sequence[Row], measure: str) -> Plot:
+    """A panel for each scheme, each with an axis of its own."""
+    schemes, methods, models = (
+        list(dict.fromkeys(row[name] for row in rows)) for name in ("scheme", "method", "model")
     )
-    for line, benchmark in zip(panels, benchmarks, strict=True):
-        by_scheme = {one["scheme"]: one for one in benchmark["schemes"]}
-        for axes, scheme in zip(line, schemes, strict=True):
-            if scheme in by_scheme:
-                _panel(axes, by_scheme[scheme]["rows"].values(), methods, measure)
-            _style(axes)
-        line[0].set_ylabel(benchmark["model"].partition(":")[2], fontsize=8)
-    for axes, scheme in zip(panels[0], schemes, strict=True):
-        axes.set_title(scheme, fontsize=9)
-    panels[0][0].set_yticks(range(len(methods)), methods)
-    panels[0][0].invert_yaxis()
-    figure.supxlabel(AXES[measure], fontsize=9)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-
-
-def _methods(benchmarks: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = [one for benchmark in benchmarks for scheme in benchmark["schemes"] for one in scheme["rows"].values()]
-    return list(dict.fromkeys(one["label"] for one in rows if one["of_the_suite"] and "#" not in one["label"]))
-
-
-def _panel(axes: Any, rows: Any, methods: Sequence[str], measure: str) -> None:
-    for one in rows:
-        interval = one["figures"].get(measure)
-        if one["label"] not in methods or interval is None or not interval["value"]:
-            continue
-        place, color = methods.index(one["label"]), COLORS.get(one["label"], "#6c757d")
-        axes.plot([interval["low"], interval["high"]], [place, place], color=color, linewidth=1.4)
-        axes.plot([interval["value"]], [place], "o", color=color, markersize=4 if one["label"] == OURS else 3)
-
-
-def _style(axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=5))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.tick_params(labelsize=7)
-    axes.grid(axis="x", alpha=0.3)
+    shown = [row | {"group": GROUPS.get(row["method"], "others")} for row in rows]
+    x = logarithmic("value", "", [row["value"] for row in rows])
+    x["axis"] |= {"labelOverlap": True}
+    body = {
+        "data": values(shown),
+        "width": PANEL,
+        "height": {"step": ROW_HEIGHT // 2},
+        "autosize": {"type": "pad"},
+        "mark": {"type": "point", "filled": True, "size": 28, "opacity": 0.8},
+        "encoding": {
+            "column": category("scheme", title=AXES[measure], sort=schemes, header={"titleOrient": "bottom"}),
+            "y": category("method", sort=methods, axis={"grid": True}),
+            "x": x,
+            "color": coloured("group", list(COLOURS), list(COLOURS.values())),
+            "tooltip": tips(("model", "model"), ("method", "method"), ("scheme", "scheme"), ("value", measure)),
+        },
+        "resolve": {"scale": {"x": "independent"}},
+    }
+    caption = f"{AXES[measure]} of every method and scheme; each point is one of {len(models)} models."
+    return picture("suite", "Every method", caption, body)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,17 @@ SUITES = {
             changes=SMALL_MODELS,
         ),
         Suite(
+            "floats",
+            models=("zoo:qwen2.5-vl+outliers", "zoo:qwen3-vl"),
+            schemes=("W8A8", "FP8", "W4A16", "NVFP4A16", "W4A8", "W4A8-g128", "NVFP4", "MXFP4"),
+            methods=("rtn", "awq", "gptq", "signround", "search+signround", "offpolicy", "onptq"),
+            items=100,
+            prompts=96,
+            kind="mix",
+            preset="zoo",
+            changes=("data.prompts=96",),
+        ),
+        Suite(
             "smoke",
             models=("zoo:qwen2.5-vl",),
             schemes=("W4A8",),

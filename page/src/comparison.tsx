@@ -4,8 +4,8 @@ import { useState } from "preact/hooks";
 import type { Candidate, Page } from "./contract";
 import { MeasureName, measuresOf, telling, unitOf } from "./figures";
 import { bytes, interval, measured } from "./format";
+import { NOT_MEASURED, noiseOf } from "./noise";
 import { Scrolls } from "./scrolls";
-import { isMismatchRate } from "./terms";
 import { visible } from "./text";
 
 interface Given {
@@ -70,14 +70,14 @@ export function Comparison({ page, current, onCandidate }: Given) {
 
 function Cell({ page, candidate, name }: { page: Page; candidate: Candidate; name: string }) {
   const figure = candidate.figures[name];
-  const noise = candidate.figures.noise?.value ?? null;
+  const noise = noiseOf(page, candidate, name);
   if (!figure) return <td class="n none">–</td>;
   const unit = unitOf(page, name);
   return (
     <td class="n">
       {measured(figure.value, unit)}
       <small>{interval(figure, unit)}</small>
-      {noise !== null && isMismatchRate(name) && <small>noise {measured(noise, unitOf(page, "noise"))}</small>}
+      {noise !== null && <small class="noise">{noise === NOT_MEASURED ? "noise ?" : `noise ${noise}`}</small>}
     </td>
   );
 }

@@ -15,6 +15,8 @@ export interface Measure {
   name: string;
   unit: string;
   less_is_better: boolean | null;
+  noise: string;
+  noise_at_most: boolean;
 }
 
 export interface Media {

@@ -1,8 +1,9 @@
-/** Figures with their intervals, and the noise floor beside every rate that needs it. */
+/** Figures with their intervals, and the noise floor beside every rate. */
 
 import type { Candidate, Figure, Page } from "./contract";
 import { interval, measured } from "./format";
-import { isMismatchRate, termOf } from "./terms";
+import { NOT_MEASURED, noiseOf } from "./noise";
+import { termOf } from "./terms";
 import { visible } from "./text";
 import { Word } from "./tooltip";
 
@@ -30,7 +31,7 @@ export function telling(names: string[]): string[] {
 export function measuresOf(page: Page, candidates: Candidate[]): string[] {
   const known = Object.keys(page.measures);
   const found = new Set(candidates.flatMap((one) => Object.keys(one.figures)));
-  const ordered = [...FIRST, ...known, ...found].filter((name) => found.has(name) && name !== "noise");
+  const ordered = [...FIRST, ...known, ...found].filter((name) => found.has(name) && !name.startsWith("noise"));
   return [...new Set(ordered)];
 }
 
@@ -61,9 +62,6 @@ export function unitOf(page: Page, name: string): string {
 export function KeyFigures({ page, candidate }: { page: Page; candidate: Candidate }) {
   const names = measuresOf(page, [candidate]);
   if (names.length === 0) return null;
-  const noise = candidate.figures.noise;
-  const unit = unitOf(page, "noise");
-  const between = noise ? interval(noise, unit) : "";
   const rest = names.slice(SHOWN_AT_ONCE);
   return (
     <div class="figures">
@@ -75,29 +73,35 @@ export function KeyFigures({ page, candidate }: { page: Page; candidate: Candida
           <FigureTable page={page} candidate={candidate} names={rest} />
         </details>
       )}
-      {noise && noise.value !== null && (
-        <p class="hint">
-          <Word term="noise floor">Noise floor</Word> {measured(noise.value, unit)} {visible(unit)}
-          {between && ` ${between}`}: the model against itself.
-        </p>
-      )}
     </div>
   );
 }
 
 function FigureTable({ page, candidate, names }: { page: Page; candidate: Candidate; names: string[] }) {
-  const noise = candidate.figures.noise;
+  const noises = names.map((name) => noiseOf(page, candidate, name));
+  const noisy = noises.some((one) => one !== null);
   return (
     <table>
-      <thead class="hidden">
+      <thead>
         <tr>
-          <th scope="col">Measure</th>
-          <th scope="col">Value</th>
-          <th scope="col">Interval</th>
+          <th scope="col">
+            <span class="hidden">measure</span>
+          </th>
+          <th scope="col">
+            <span class="hidden">value</span>
+          </th>
+          <th scope="col">
+            <Word term="interval" />
+          </th>
+          {noisy && (
+            <th scope="col">
+              <Word term="noise floor" />
+            </th>
+          )}
         </tr>
       </thead>
       <tbody>
-        {names.map((name) => {
+        {names.map((name, at) => {
           const figure = candidate.figures[name] as Figure;
           return (
             <tr key={name}>
@@ -105,12 +109,8 @@ function FigureTable({ page, candidate, names }: { page: Page; candidate: Candid
                 <MeasureName page={page} name={name} />
               </th>
               <td class="n">{measured(figure.value, unitOf(page, name))}</td>
-              <td class="between">
-                {interval(figure, unitOf(page, name))}
-                {noise && noise.value !== null && isMismatchRate(name) && (
-                  <span class="noise">noise {measured(noise.value, unitOf(page, "noise"))}</span>
-                )}
-              </td>
+              <td class="between">{interval(figure, unitOf(page, name))}</td>
+              {noisy && <td class={noises[at] === NOT_MEASURED ? "noise none" : "noise"}>{noises[at] ?? ""}</td>}
             </tr>
           );
         })}

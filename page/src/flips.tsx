@@ -3,16 +3,18 @@
 import type { Flips } from "./contract";
 import { CELL_WORDS, CELLS, type CellName } from "./examples";
 import { interval, measured } from "./format";
+import { NOT_MEASURED } from "./noise";
 import { Word } from "./tooltip";
 
 interface Given {
   flips: Flips;
+  noise: string | null;
   items: number; // how many are graded
   chosen: CellName | "";
   onCell: (cell: CellName) => void;
 }
 
-export function FlipTable({ flips, items, chosen, onCell }: Given) {
+export function FlipTable({ flips, noise, items, chosen, onCell }: Given) {
   const judged = CELLS.reduce((sum, name) => sum + flips[name].count, 0);
   const cell = (name: CellName) => {
     const { count, percent } = flips[name];
@@ -63,6 +65,12 @@ export function FlipTable({ flips, items, chosen, onCell }: Given) {
       </table>
       <p class="hint">
         Choose a cell to see its examples. In brackets the <Word term="interval">interval</Word>.
+        {noise !== null && (
+          <>
+            {" "}
+            <Word term="noise floor">Noise floor</Word> of flips: {noise === NOT_MEASURED ? noise : `${noise} %`}.
+          </>
+        )}
         {judged < items &&
           ` Of ${items} graded items these ${judged} are right or wrong; the other ${items - judged} earn points in part.`}
       </p>

@@ -5,6 +5,7 @@ import type { CellName } from "./examples";
 import { KeyFigures } from "./figures";
 import { FlipTable } from "./flips";
 import { bytes, measured } from "./format";
+import { noiseOf } from "./noise";
 import { PlotFigure } from "./plots";
 import { Scrolls } from "./scrolls";
 import { label, visible } from "./text";
@@ -30,7 +31,13 @@ export function Overview({ page, candidate, theme, cell, onCell }: Given) {
       </div>
       <div class="first">
         {candidate.flips && (
-          <FlipTable flips={candidate.flips} items={page.items.length} chosen={cell} onCell={onCell} />
+          <FlipTable
+            flips={candidate.flips}
+            noise={noiseOf(page, candidate, "flips")}
+            items={page.items.length}
+            chosen={cell}
+            onCell={onCell}
+          />
         )}
         <KeyFigures page={page} candidate={candidate} />
         {picture && <PlotFigure plot={picture} theme={theme} chosen={visible(candidate.title)} />}

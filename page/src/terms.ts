@@ -17,7 +17,7 @@ export const TERMS = {
   JS: "How far the two models' next-token probabilities lie apart (Jensen-Shannon divergence, in nats; 0 is equal, 0.693 the most).",
   KL: "How much the quantized model's next-token probabilities lose of the dense model's (Kullback-Leibler divergence, in nats).",
   "noise floor":
-    "The share of states in which the quantized model disagrees with itself, because it computed the same thing in another order. A mismatch rate near it means nothing.",
+    "The same rate between the quantized model and itself: cached decoding beside one forward over the whole answer, which sum in another order. A rate near it means nothing. ≤: at most that; ?: not measured. On the dense path it is the dense model's own.",
   "near tie": "A state where the dense model itself hardly prefers one token: its margin is below 0.25 logits.",
   "clear mismatch": "A mismatch that is no near tie: the dense model did prefer its token.",
   CWM: "Consequence-weighted mismatch: the consequences of all mismatches over the number of all states.",
@@ -37,7 +37,6 @@ const OF_MEASURE: Record<string, Term> = {
   dense_path_mismatch: "mismatch",
   clear: "clear mismatch",
   near_tie: "near tie",
-  noise: "noise floor",
   kl: "KL",
   js: "JS",
   erosion: "erosion",
@@ -57,9 +56,4 @@ const OF_MEASURE: Record<string, Term> = {
 /** The term that explains a measure, if there is one. */
 export function termOf(measure: string): Term | null {
   return OF_MEASURE[measure] ?? (measure.startsWith("kl_") ? "KL" : measure.startsWith("js_") ? "JS" : null);
-}
-
-/** Whether a rate has to be read beside the noise floor. */
-export function isMismatchRate(measure: string): boolean {
-  return measure.includes("mismatch") || measure === "clear";
 }

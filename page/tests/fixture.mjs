@@ -100,9 +100,9 @@ export function page({ seed = 1, prompts = 24, tokens = 48, items = 60, candidat
 
 const MEASURES = {
   average: { name: "average score", unit: "%", less_is_better: false },
-  flips: { name: "flips", unit: "%", less_is_better: true },
+  flips: { name: "flips", unit: "%", less_is_better: true, noise: "noise_graded", noise_at_most: true },
   changed: { name: "answers changed", unit: "%", less_is_better: true },
-  mismatch: { name: "mismatch", unit: "%", less_is_better: true },
+  mismatch: { name: "mismatch", unit: "%", less_is_better: true, noise: "noise" },
   noise: { name: "noise floor", unit: "%", less_is_better: null },
   clear: { name: "clear mismatch", unit: "%", less_is_better: true },
   kl: { name: "KL", unit: "", less_is_better: true },
@@ -113,6 +113,11 @@ const MEASURES = {
   kl_p95: { name: "KL p95", unit: "", less_is_better: true },
   kl_p99: { name: "KL p99", unit: "", less_is_better: true },
 };
+
+for (const measure of Object.values(MEASURES)) {
+  measure.noise ??= "";
+  measure.noise_at_most ??= false;
+}
 
 const pick = (next, from) => from[Math.floor(next() * from.length)];
 const answer = (text, more = {}) => ({ text, tokens: null, finished: null, right: null, score: null, ...more });
@@ -192,6 +197,7 @@ function candidate(next, { name, title, scheme, rate, at, light }, questions, it
       changed: figure(300 * rate, 2.2),
       mismatch: figure(80 * rate, 0.4),
       noise: figure(0.08, 0.03),
+      noise_graded: figure(0.25, 0.2),
       clear: figure(31 * rate, 0.3),
       kl: figure(0.7 * rate, 0.0009),
       js: figure(0.2 * rate, 0.0002),

@@ -52,7 +52,7 @@ describe("the first screen", () => {
       for (const said of [first.title, first.how, first.verdict, "5.6 GB", "16.6 GB"])
         assert.ok(verdict.includes(said), said);
       const mismatch = tab.locator(".figures tr", { hasText: "mismatch" }).first();
-      assert.match(await mismatch.innerText(), /8\.8\s+\[8\.4, 9\.2\]\s*noise 0\.08/);
+      assert.match(await mismatch.innerText(), /8\.8\s+\[8\.4, 9\.2\]\s+0\.08/);
       assert.match(await tab.locator(".served").innerText(), /vLLM 0\.19[\s\S]*vllm serve/);
       assert.equal(await tab.locator(".served .kernels ul").isVisible(), false);
       await tab.locator(".served .kernels summary").click();
@@ -61,11 +61,16 @@ describe("the first screen", () => {
       assert.equal(await tab.locator(".overview .drawing svg").count(), 1);
     }));
 
-  test("noise stands beside rates of mismatches alone", () =>
+  test("the noise floor stands beside every rate, or that it was not measured", () =>
     read(file, {}, async (tab) => {
-      const noisy = await tab.locator(".figures tr", { has: tab.locator(".noise") }).allInnerTexts();
-      assert.ok(noisy.length > 0);
-      for (const line of noisy) assert.match(line, /mismatch/);
+      const noise = async (name) => tab.locator(`.figures tr:has-text("${name}") .noise`).first().innerText();
+      assert.equal(await noise("mismatch"), "0.08");
+      assert.equal(await noise("flips"), "≤ 0.25");
+      assert.equal(await noise("answers changed"), "not measured");
+      assert.equal(await noise("KL"), "");
+      assert.equal(await tab.locator(".figures tbody tr", { hasText: "noise floor" }).count(), 0);
+      assert.match(await tab.locator(".flips .hint").innerText(), /Noise floor of flips: ≤ 0\.25 %/);
+      assert.match(await tab.locator(".comparison tr.current").innerText(), /noise ≤ 0\.25[\s\S]*noise \?/);
     }));
 
   test("the cells of the flips are as high as their row", () =>

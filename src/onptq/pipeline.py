@@ -21,17 +21,11 @@ from onptq.check.examine import verify_export
 from onptq.check.probes import probe_prompt
 from onptq.check.trial import Answer, ask, questions
 from onptq.checkpoint.companions import check_room, companion_bytes, companions
+from onptq.checkpoint.exportable import check_apart, check_cached, check_exportable, check_groups, output_bytes
 from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, is_hub_id
-from onptq.checkpoint.write import (
-    check_apart,
-    check_cached,
-    check_exportable,
-    check_groups,
-    output_bytes,
-    write_checkpoint,
-)
+from onptq.checkpoint.write import write_checkpoint
 from onptq.cycle.calibrate import Holdout
 from onptq.cycle.expert_tokens import cold_warning, expert_summary
 from onptq.cycle.inputs import Inputs
@@ -49,7 +43,9 @@ from onptq.evaluate.details import LIGHT, check_level
 from onptq.evaluate.guard import keep_better
 from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
+from onptq.evaluate.previews import keep_previews
 from onptq.evaluate.round_details import RoundDetails
+from onptq.evaluate.store import write_tokens
 from onptq.files import file_sha256
 from onptq.methods.experts import check_method
 from onptq.methods.resume import RunStore
@@ -167,7 +163,7 @@ def work(
     run.ranks.lead(lambda: check_server(job, run))
     processor = open_processor(job.source, job.recipe)
     policy = load(job, run.ranks, reporter)
-    prompts, held_out = encode_prompts(job, policy, processor, run, reporter)
+    prompts, held_out = encode_prompts(job, policy, processor, run, reporter, detail)
     inputs = Inputs(policy, prompts, held_out, job.recipe, run, reporter.warn, job.source.generation)
     cycle = Cycle(inputs, job.recipe, run, reporter, RoundDetails(detail), job.served)
     theta = cycle.rounds(initialize(job, policy, prompts, run, reporter))
@@ -195,6 +191,7 @@ def work(
         run.ranks.leave()  # the rest is for one process; compressed-tensors would share it among all it sees
         if not run.ranks.is_first:
             return summary
+        write_tokens(run, processor.tokenizer)
         checked = None if graph is None else reload_and_check(job, policy, graph, processor, reporter)
     if checked is not None:
         summary["verification"] = checked
@@ -229,14 +226,12 @@ def check(
     scheme = Scheme.parse(recipe.scheme)
     if recipe.rounds and recipe.follow.engine == "vllm":
         vllm.check(scheme)
-    checkpoint, decoder = check_exportable(
-        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
-    )
-    check_groups(checkpoint, decoder, scheme)
-    check_cached(checkpoint, scheme, source.family.other_models)
+    check_exportable(source)
+    check_groups(source, scheme)
+    check_cached(source, scheme)
     check_method(recipe.init, source.family)
     if not (out / CONFIG).exists():
-        check_room(out, output_bytes(checkpoint, decoder, scheme) + companion_bytes(source.folder))
+        check_room(out, output_bytes(source, scheme) + companion_bytes(source.folder))
     seed = None if is_contract_1(out) else recipe.seed
     prompts = _gather(source, calibration, holdout, recipe, seed, on_bad_prompt, reporter)
     named = str(calibration) if isinstance(calibration, str | Path) else None
@@ -374,9 +369,9 @@ def check_server(job: Job, run: Run) -> None:
 
 
 def encode_prompts(
-    job: Job, policy: Policy, processor: PromptProcessor, run: Run, reporter: Reporter
+    job: Job, policy: Policy, processor: PromptProcessor, run: Run, reporter: Reporter, detail: str
 ) -> tuple[EncodedPrompts, EncodedPrompts]:
-    """Calibration and held-out prompts, through the towers once for the whole run; `prompts.parquet` records them."""
+    """Calibration and held-out prompts, through the towers once for the whole run; the run keeps what they are."""
     prompts, recipe = job.prompts.every, job.recipe
     check_agreement(policy, processor, prompts)
     with reporter.phase("Encode", total=len(prompts), unit="prompts") as bar:
@@ -389,6 +384,8 @@ def encode_prompts(
     if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
             write_prompts(job.prompts, encoded.ids, path)
+    if run.ranks.is_first:
+        keep_previews(run, [*job.prompts.holdout, *job.prompts.calibration], detail)
     count = len(job.prompts.calibration)
     return encoded[:count], encoded[count:]
 
@@ -483,20 +480,16 @@ def warn_of_no_help(summary: Mapping[str, Any], reporter: Reporter) -> None:
 
 def export(job: Job, policy: Policy, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Write the checkpoint with its model card; return the size of its weights and the hashes of its files."""
-    family, results = job.source.family, read_results(run.home, job.recipe)
+    results = read_results(run.home, job.recipe)
     with reporter.phase("Export", total=len(policy.wrapped), unit="modules") as bar:
         write_checkpoint(
-            job.source.folder,
+            job.source,
             job.out,
             _counted(policy.folded(), bar),
             job.scheme,
-            ignore=family.ignore,
-            other_models=family.other_models,
-            linears=family.linears,
             provenance=read_provenance(run, job.recipe, job.prompts),
             results=results,
             picture=card_picture(results),
-            name=job.source.name,
         )
         return {"bytes": weight_bytes(job.out), "sha256": {name: file_sha256(job.out / name) for name in made_of(job)}}
 

@@ -6,29 +6,16 @@ from typing import get_args
 
 import pytest
 
-from onptq.checkpoint.serving import (
-    ADA,
-    AMPERE,
-    BLACKWELL,
-    CPU,
-    CPU_AMX,
-    HOPPER,
-    HUMMING,
-    MARLIN,
-    NO_INT8,
-    TRANSFORMERS,
-    VLLM,
-    Evidence,
-    Served,
-    Verdict,
-    serving,
-)
+from onptq.checkpoint.served import ADA, AMPERE, BLACKWELL, CPU, CPU_AMX, HOPPER, Evidence, Served, Verdict
+from onptq.checkpoint.served_by_sglang import SGLANG, SGLANG_TABLE, TRITON
+from onptq.checkpoint.served_by_vllm import HUMMING, MARLIN, NO_INT8, VLLM, VLLM_TABLE
+from onptq.checkpoint.serving import TRANSFORMERS, serving
 from onptq.schemes import NAMED, PAPER_SCHEMES, Scheme
 
 
-def rows(scheme: str, hardware: str, switch: str | None = None) -> list[Served]:
+def rows(scheme: str, hardware: str, switch: str | None = None, server: str = VLLM) -> list[Served]:
     every = serving(Scheme.parse(scheme))
-    return [row for row in every if row.server == VLLM and row.hardware == hardware and row.switch == switch]
+    return [row for row in every if (row.server, row.hardware, row.switch) == (server, hardware, switch)]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +25,7 @@ def test_transformers_simulates_every_scheme(scheme: str) -> None:
     first, *others = serving(Scheme.parse(scheme))
     assert (first.server, first.verdict, first.evidence) == (TRANSFORMERS, "simulates", "run")
     assert others
-    assert all(row.server == VLLM for row in others)
+    assert {row.server for row in others} <= {VLLM, SGLANG}
 
 
 @pytest.mark.parametrize(
@@ -54,14 +41,17 @@ def test_every_row_is_well_formed(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8", "NVFP4", "W4A8-g128", "W8A8"])
-def test_a_quantized_cache_changes_no_verdict_but_on_ampere_and_none_of_its_rows_was_run(scheme: str) -> None:
+def test_a_quantized_cache_changes_no_verdict_but_on_ampere_and_ran_on_a_cpu_alone(scheme: str) -> None:
     linears, cached = serving(Scheme.parse(scheme)), serving(Scheme.parse(f"{scheme}+kv8"))
     for row, with_cache in zip(linears, cached, strict=True):
         if row.server == VLLM and row.verdict != "refuses":
-            assert with_cache.evidence == "read"
+            assert with_cache.evidence == (row.evidence if row.hardware == CPU else "read")
             assert with_cache.verdict == ("doubtful" if row.hardware == AMPERE else row.verdict)
             assert "E4M3" in with_cache.note
             assert ("queries" in with_cache.note) == (row.hardware in (HOPPER, BLACKWELL))
+        elif row.server == SGLANG and row.verdict != "refuses":
+            assert (with_cache.verdict, with_cache.evidence) == ("differs", "read")
+            assert "pass over the checkpoint's scales" in with_cache.note
         else:
             assert with_cache == row
 
@@ -81,6 +71,7 @@ def test_w4a8_says_where_it_ran_and_with_which_humming_it_was_wrong() -> None:
     assert [(row.hardware, row.verdict) for row in ran] == [
         (HOPPER, "differs"),
         (HOPPER, "serves"),
+        (CPU, "differs"),
         (CPU_AMX, "serves"),
     ]
     (switched,) = rows("W4A8", HOPPER, HUMMING)
@@ -114,8 +105,9 @@ def test_w8a8_runs_up_to_hopper_and_not_on_blackwell() -> None:
 
 
 @pytest.mark.parametrize("scheme", NAMED)
-def test_nothing_of_floats_was_run_on_a_server(scheme: str) -> None:
-    assert not [row for row in serving(Scheme.parse(scheme)) if row.server == VLLM and row.evidence == "run"]
+def test_floats_ran_on_a_cpu_alone_and_fp8_is_all_that_it_serves(scheme: str) -> None:
+    ran = [row for row in serving(Scheme.parse(scheme)) if row.server == VLLM and row.evidence == "run"]
+    assert [(row.hardware, row.verdict) for row in ran] == [(CPU, "serves" if scheme == "FP8" else "refuses")]
 
 
 def test_fp8_needs_ada_and_its_blocks_hopper_or_activations_stay_in_16_bits() -> None:
@@ -144,3 +136,43 @@ def test_groups_and_zero_points_are_served_only_where_the_kernel_lists_them() ->
 def test_what_was_asked_for_plain_rows_is_only_read_for_groups() -> None:
     assert [row.evidence for row in rows("W4A16", AMPERE)] == ["selected"]
     assert [row.evidence for row in rows("W4A16-g128", AMPERE)] == ["read"]
+
+
+def verdicts(scheme: str) -> list[str]:
+    """SGLang's defaults from Ampere to Blackwell."""
+    return [rows(scheme, gpu, server=SGLANG)[0].verdict for gpu in (AMPERE, ADA, HOPPER, BLACKWELL)]
+
+
+def test_sglang_has_rows_for_the_same_schemes_and_none_was_run() -> None:
+    assert list(SGLANG_TABLE) == list(VLLM_TABLE)
+    every = [row for rows in SGLANG_TABLE.values() for row in rows]
+    assert {row.evidence for row in every} == {"read"}
+    assert {row.verdict for row in every if row.hardware == CPU} == {"refuses"}
+
+
+def test_sglang_by_its_choice_of_schemes() -> None:
+    """By capability: int8 from 8.0 to 9.0, E4M3 from 8.9, two sides of E2M1 from 10.0; below, weights alone, by Marlin."""
+    assert verdicts("W4A16") == verdicts("W8A16") == verdicts("NVFP4A16") == ["serves"] * 4
+    assert verdicts("W8A8") == ["serves", "serves", "serves", "refuses"]
+    assert verdicts("FP8") == ["differs", "serves", "serves", "serves"]
+    assert verdicts("FP8-block") == ["refuses", "serves", "serves", "differs"]
+    assert [row.verdict for row in rows("FP8-block", BLACKWELL, TRITON, SGLANG)] == ["serves"]
+    assert verdicts("NVFP4") == ["differs", "differs", "differs", "serves"]
+    for scheme in ("W4A8", "W4A8-g128", "W4AFP8", "MXFP4", "MXFP8"):
+        assert verdicts(scheme) == ["refuses"] * 4
+    assert verdicts("W4A16-g64") == ["serves"] * 4
+    assert verdicts("W4A16-g16") == ["doubtful"] * 4
+    assert verdicts("W8A16-asym") == ["serves"] * 4
+
+
+def test_sglang_refuses_a_mix_with_a_part_that_it_refuses() -> None:
+    assert verdicts("W4A16+mlp.down_proj~FP8") == ["differs", "serves", "serves", "serves"]
+    assert verdicts("W4A16+mlp.down_proj~W4A8") == ["refuses"] * 4
+    (switched,) = rows("W4A16+mlp.down_proj~FP8-block", BLACKWELL, TRITON, SGLANG)
+    assert switched.verdict == "doubtful"
+
+
+def test_experts_in_int8_are_for_npus_in_sglang() -> None:
+    experts = [row for row in serving(Scheme.parse("W8A8"), experts=True) if row.server == SGLANG]
+    assert {row.verdict for row in experts} == {"refuses"}
+    assert "NPUs" in experts[0].note

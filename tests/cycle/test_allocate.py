@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from conftest import Tiny
-from typer.testing import CliRunner
 
-from onptq.cli import app
 from onptq.cycle.allocate import Allocation, allocate
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
@@ -21,7 +17,6 @@ from onptq.quantizer.mix import check_mix, multiplied_together
 from onptq.schemes import Scheme
 
 LOW, HIGH = "W3A16", "W8A16"
-STEPS = ["--set", "data.prompts=3", "--set", "follow.max_tokens=3", "--init", "rtn", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +39,26 @@ def test_the_best_rates_are_raised_as_far_as_the_budget_goes(
     paths = tuple(policy.linears)
     groups = multiplied_together(paths)
     assert sorted(gain.linears for gain in mix.gains) == sorted(groups)
-    assert set(measured) == {(), *groups}
+    assert set(measured) >= {(), *groups}
     rates = [gain.rate for gain in mix.gains]
     assert rates == sorted(rates, reverse=True)
     sizes = {path: linear.weight.numel() for path, linear in policy.linears.items()}
     taken: list[str] = []
-    spent, budget = 0.0, 2.0 * sum(sizes.values())
+    spent, budget, lowest, left = 0.0, 2.0 * sum(sizes.values()), mix.kl, 0
     for gain in mix.gains:
         bits = 5.0 * sum(sizes[path] for path in gain.linears)
         assert gain.bytes * 8 == pytest.approx(bits, abs=8)
         assert gain.saved == mix.kl - gain.kl
-        if gain.saved > 0 and spent + bits <= budget:
+        if gain.saved <= 0 or spent + bits > budget:
+            continue
+        together = measured[(*taken, *gain.linears)]
+        if together < lowest:
             taken += gain.linears
-            spent += bits
+            spent, lowest = spent + bits, together
+        else:
+            left += 1
+    assert mix.measured == lowest
+    assert mix.raised == tuple(taken)
     assert {path for path in paths if mix.scheme.of(path) == Scheme.parse(HIGH)} == set(taken)
     assert mix.bits == pytest.approx(3 + spent / sum(sizes.values()))
     assert mix.bits <= 5.0
@@ -98,26 +100,3 @@ def test_a_budget_below_the_scheme_and_a_raise_that_is_none_are_refused(
     prefixes = Prefixes(policy, tiny("llama").encode(policy, 1), max_tokens=1)
     with pytest.raises(OnPTQError, match="expected a budget between them"):
         allocate(policy, rtn(policy), prefixes, Scheme.parse(raised), bits)
-
-
-@pytest.mark.slow
-def test_the_command_keeps_its_measurements_and_quantize_takes_the_mix(
-    tiny: Callable[[str], Tiny], tmp_path: Path
-) -> None:
-    one, out = tiny("llama"), tmp_path / "mix"
-    options = ["--scheme", LOW, "--raise", HIGH, "--calibration", str(one.manifest), "--out", str(out), *STEPS]
-    first = CliRunner().invoke(app, ["mix", str(one.folder), "--bits", "5", *options])
-    assert first.exit_code == 0, first.output
-    assert f"onptq quantize {one.folder} --scheme {LOW} --mix {out / 'mix.json'}" in first.output
-    mix = json.loads((out / "mix.json").read_text())
-    known = (out / "kl.json").read_bytes()
-    more = CliRunner().invoke(app, ["mix", str(one.folder), "--bits", "6", *options])
-    assert more.exit_code == 0, more.output
-    assert (out / "kl.json").read_bytes() == known
-    assert json.loads((out / "mix.json").read_text())["bits"] >= mix["bits"]
-    plan = ["plan", str(one.folder), "--scheme", LOW, "--mix", str(out / "mix.json"), "--device", "cpu", "--json"]
-    planned = CliRunner().invoke(app, plan)
-    assert planned.exit_code == 0, planned.output
-    assert json.loads(planned.stdout)["scheme"] == json.loads((out / "mix.json").read_text())["scheme"]
-    wrong = CliRunner().invoke(app, ["plan", str(one.folder), "--scheme", "W4A8", "--mix", str(out / "mix.json")])
-    assert "was made for W3A16" in wrong.output

@@ -172,6 +172,7 @@ def earlier(out: Path, copy: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_a_comparison_of_an_earlier_version_gets_what_it_lacks(
     judged: tuple[Path, Report], small: Path, exported: Path, tmp_path: Path
 ) -> None:
@@ -193,7 +194,7 @@ def test_a_candidate_of_an_earlier_version_that_is_not_named_has_dashes(
     report = judge(small, earlier(out, tmp_path / "copy"), ["rtn:W2A8"])
     assert report.models["rtn:W2A8"].figures == expected.models["rtn:W2A8"].figures
     figures = report.models["rtn:W3A8"].figures
-    assert {"cwm", "dense_path_mismatch", "dense_path_kl"} == expected.models[
+    assert {"cwm", "dense_path_mismatch", "dense_path_kl", "noise_dense_path"} == expected.models[
         "rtn:W3A8"
     ].figures.keys() - figures.keys()
     [damage] = [table for table in tables(report) if table.title == "Damage"]

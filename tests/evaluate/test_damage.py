@@ -75,7 +75,7 @@ KNOWN = bank(
 def test_near_ties_and_clear_mismatches_are_told_by_the_dense_margin_and_add_up() -> None:
     """Of eight states four differ: two where the dense model is below a quarter of a logit, two at or above it."""
     assert NEAR_TIE == 0.25
-    assert values(tie_measures(KNOWN, [3, 7])) == {"near_tie": 25, "clear": 25}
+    assert values(tie_measures(KNOWN, [3, 7])) == {"near_tie": 25, "clear": 25, "noise_clear": 0}
     assert values(behaviour_measures(KNOWN, [3, 7]))["mismatch"] == 50
 
 
@@ -87,7 +87,11 @@ def test_a_mismatch_counts_as_much_as_its_consequence_over_all_states() -> None:
 
 
 def test_the_dense_path_has_its_own_mismatch_and_kl() -> None:
-    assert values(dense_path_measures(KNOWN, [7, 3])) == {"dense_path_mismatch": 50, "dense_path_kl": 4.5}
+    assert values(dense_path_measures(KNOWN, [7, 3])) == {
+        "dense_path_mismatch": 50,
+        "dense_path_kl": 4.5,
+        "noise_dense_path": 0,
+    }
 
 
 rows = st.tuples(
@@ -118,7 +122,22 @@ def test_measures_of_mismatches_are_those_of_a_loop_over_the_states(drawn: list[
         "cwm": pytest.approx(100 * weighted / count),
         "dense_path_mismatch": pytest.approx(100 * (near + clear) / count),
         "dense_path_kl": pytest.approx(kl / count),
+        "noise_clear": 0,
+        "noise_dense_path": 0,
     }
+
+
+def test_the_noise_floor_of_clear_mismatches_leaves_out_near_ties_of_q_with_itself() -> None:
+    """Three disagreements: a near tie of reference and competitor, a clear one of them, and one with a third token."""
+    states = KNOWN.with_columns(
+        reference=np.full(8, 1, np.int32), competitor=np.full(8, 2, np.int32), quantized=np.full(8, 1, np.int32),
+        token=np.array([2, 2, 5, 1, 1, 1, 1, 1], np.int32),
+        margin_quant=np.array([0.2, 0.3, 0.1, 0, 0, 0, 0, 0], np.float32),
+    )  # fmt: skip
+    assert values(tie_measures(states, [3, 7]))["noise_clear"] == 25
+    found = values(behaviour_measures(states, [3, 7]))
+    assert (found["noise"], found["noise_responses"]) == (37.5, 50)
+    assert values(dense_path_measures(states, [3, 7]))["noise_dense_path"] == 37.5
 
 
 def test_prompts_are_the_clusters_of_every_measure() -> None:

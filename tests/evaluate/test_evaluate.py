@@ -13,9 +13,13 @@ from conftest import Tiny
 from naive import next_logits, without_ties
 
 from onptq.data.manifest import load_manifest
+from onptq.engine.prefixes import Prefixes
+from onptq.engine.rollout import rollout
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer, Questions, answer, read_answers, write_answers
+from onptq.evaluate.metrics import labels, noise_of_answers
 from onptq.evaluate.scores import Flips, compare_answers, score
+from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.tasks import Grade, Item, check_items, exact, items_digest
 from onptq.methods.rtn import rtn
 from onptq.models.language_model import Side
@@ -114,9 +118,40 @@ def test_towers_run_once_for_many_items_and_prompts_once_per_model(
         steps.clear()
         answer(questions, side, advanced.append)
         assert sorted(advanced) == [1, 2]
-        assert sum(width > 1 for width in steps) == 2  # one prefill for each answer length
-        assert len(steps) == 2 + (2 - 1) + (4 - 1)
+        assert sum(width > 4 for width in steps) == 2  # one prefill for each answer length
+        assert len(steps) == 2 + (2 - 1) + (4 - 1) + 2  # and one forward over the answers
     assert towers == [1]
+
+
+def test_an_answer_disagrees_where_one_forward_over_it_chooses_another_token(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    questions = Questions(quantized(model), model.processor, items_of(model, [4, 4, 4]))
+    assert [one.disagrees for one in answer(questions, "Q")] == [False, False, False]
+
+    def with_another_token(group: Prefixes, index: int, side: Side) -> torch.Tensor:
+        written = rollout(group, index, side)
+        row = next(row for row, prompt in enumerate(group.batches[index].prompts) if prompt.ordinal == 1)
+        written[row, 3] = (written[row, 3] + 1) % 50
+        return written
+
+    monkeypatch.setattr("onptq.evaluate.answers.rollout", with_another_token)
+    assert [one.disagrees for one in answer(questions, "Q")] == [False, True, False]
+
+
+def test_the_noise_floor_of_answers_is_the_share_that_another_computation_words_differently() -> None:
+    items = [item("a"), item("b"), item("c", "say", "facts"), item("d", "hear", "word errors")]
+    answers = [
+        replace(given(one.id, task=one.task), disagrees=disagrees)
+        for one, disagrees in zip(items, (True, False, False, True), strict=True)
+    ]
+    found = {
+        name: Resampler(replicates=5).estimate(one).value for name, one in noise_of_answers(items, answers).items()
+    }
+    assert found == {"noise_answers": 50, "noise_graded": 50, "noise:choice": 50, "noise:say": 0, "noise:average": 25}
+    assert {label.noise for label in labels(items).values()} >= set(found)
+    assert noise_of_answers(items, [*answers[:3], given("d", task="hear")]) == {}
 
 
 def test_items_need_unique_ids_one_measure_per_task_and_room_in_the_context(tiny: Callable[[str], Tiny]) -> None:
@@ -133,7 +168,10 @@ def test_items_need_unique_ids_one_measure_per_task_and_room_in_the_context(tiny
 
 
 def test_answers_read_back_as_they_were_written(tmp_path: Path) -> None:
-    answers = {"dense": [given("a", "ja, grün\n"), given("b", "", 0, 3)], "rtn": [given("b", points=0.5), given("a")]}
+    answers = {
+        "dense": [given("a", "ja, grün\n"), replace(given("b", "", 0, 3), disagrees=True)],
+        "rtn": [given("b", points=0.5), given("a")],
+    }
     write_answers(answers, tmp_path / "answers.parquet")
     assert read_answers(tmp_path / "answers.parquet") == answers
 

@@ -193,6 +193,7 @@ def quantize(small: Path, out: Path, **changes: Any) -> onptq.pipeline.Result:
     return onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe)
 
 
+@pytest.mark.slow
 def test_a_run_that_did_not_help_ships_its_init_and_says_so(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +218,7 @@ def test_a_run_that_did_not_help_ships_its_init_and_says_so(
     assert "The init was kept: on held-out prompts KL went up." in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_with_keep_last_nothing_is_judged(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "choose", None)
     summary = quantize(small, tmp_path / "out", **{"calibrate.keep": "last"}).summary

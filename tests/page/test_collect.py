@@ -27,15 +27,17 @@ from onptq.evaluate.candidates import folder_name
 from onptq.evaluate.comparison import compare_models
 from onptq.evaluate.damage import NEAR_TIE
 from onptq.evaluate.details import Detail, Future
+from onptq.evaluate.previews import PREVIEWS, SIDE
 from onptq.evaluate.round_details import weightiest
 from onptq.evaluate.statistics import Resampler
+from onptq.evaluate.store import TOKENS
 from onptq.evaluate.tasks import Item, exact
 from onptq.evaluate.token_texts import TokenTexts
-from onptq.page.chat import asked_from
 from onptq.page.collect import collect
 from onptq.page.contract import Answer, Page, Question, Response
 from onptq.page.make import gather
-from onptq.page.media import SIDE, Album
+from onptq.page.media import Album
+from onptq.page.older_runs import asked_from
 from onptq.page.places import Comparison, RunAlone, find
 from onptq.page.receipt import receipt
 from onptq.page.responses import fork, respond, words
@@ -202,7 +204,7 @@ def test_the_verdict_has_the_numbers_and_intervals_of_the_report(page: Page) -> 
         figure, total = candidate.figures["reworded"], len(page.prompts)
         counts = [round((value or 0.0) * total / 100) for value in (figure.value, figure.low, figure.high)]
         assert f"Of {total} answers {counts[0]} [{counts[1]}, {counts[2]}] " in candidate.verdict or not counts[0]
-    assert page.candidates[0].verdict.startswith("Of 6 answers 6 [6, 6] are worded differently, ")
+    assert page.candidates[0].verdict.startswith("Of 6 answers 6 [6, 6] are worded differently: ")
 
 
 def test_a_comparison_of_an_earlier_version_is_completed_by_the_same_command(
@@ -372,9 +374,26 @@ def test_a_run_keeps_task_question_and_reference_of_its_prompts(ran: Path, small
         assert shown == [turn for turn in other.turns if turn.role == "user"]
 
 
-def test_without_its_tokenizer_a_run_is_shown_with_the_numbers_of_tokens(ran: Path, tmp_path: Path) -> None:
-    page = collect_run(run_home(ran), tmp_path)
+def test_pages_need_no_file_outside_the_results(
+    ran: Path, compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = gather([find(ran)]), collect(compared)
+    assert all(any(one.src for one in page.media) for page in before)
+    shutil.copytree(run_home(ran), tmp_path / "moved-run")
+    shutil.copytree(compared, tmp_path / "compared")
+    monkeypatch.setattr(Media, "read", lambda _: pytest.fail("a file of the user is read"))
+    assert (collect_run(tmp_path / "moved-run", tmp_path / "gone"), collect(tmp_path / "compared")) == before
+
+
+def test_a_run_of_an_earlier_version_without_its_tokenizer_shows_the_numbers_of_tokens(
+    ran: Path, tmp_path: Path
+) -> None:
+    older = shutil.copytree(run_home(ran), tmp_path / "older-run")
+    for name in (TOKENS, PREVIEWS):
+        (older / name).unlink()
+    page = collect_run(older, tmp_path)
     assert set(page.tokens.values()) == {f"<{token}>" for token in page.tokens}
+    assert any(one.src for one in page.media)
 
 
 def test_what_became_of_a_state_is_known_where_later_answers_came_to_its_prefix() -> None:
@@ -465,10 +484,11 @@ def test_the_verdict_counts_answers() -> None:
     said = verdict(responses("same", "reworded", "clear", "sure content", "content"), None, random())
     counted = said.replace("[", "(").replace("]", ")")
     assert counted.startswith("Of 5 answers 4 (")
-    assert ") are worded differently, 2 (" in counted
-    assert ") change clearly, not at a near tie, 2 (" in counted
-    assert counted.endswith(") say something else.")
-    assert verdict(responses("reworded", "reworded"), None, random()).endswith("differently, none of them clearly.")
+    assert ") are worded differently: 2 (" in counted
+    assert ") say something else, 1 (" in counted
+    assert ") changes clearly, 1 (" in counted
+    assert counted.endswith(") parts at a near tie.")
+    assert verdict(responses("reworded", "reworded"), None, random()).endswith(": 2 [2, 2] part at a near tie.")
     assert verdict(responses("same", "same"), None, random()) == "All 2 answers are worded as before."
     assert verdict([], None, random()) == "Nothing was answered."
 

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from onptq.checkpoint.serving import EVIDENCE, HOPPER, TABLE, serving
+from onptq.checkpoint.served import EVIDENCE, HOPPER
+from onptq.checkpoint.served_by_sglang import SGLANG
+from onptq.checkpoint.served_by_vllm import VLLM, VLLM_TABLE
+from onptq.checkpoint.serving import serving
 from onptq.checkpoint.source import find_source
 from onptq.cli import app
 from onptq.errors import OnPTQError
@@ -37,16 +40,17 @@ def test_each_generation_has_its_first_choice(gpu: str, scheme: str) -> None:
 def test_every_choice_is_a_row_that_serves_and_every_other_scheme_says_why_not(generation: str) -> None:
     advice = advise(generation)
     hardware = GENERATIONS[generation]
-    assert {scheme.kind for scheme in map(Scheme.parse, CANDIDATES)} == set(TABLE)
+    assert {scheme.kind for scheme in map(Scheme.parse, CANDIDATES)} == set(VLLM_TABLE)
     assert len(advice.choices) + len(advice.left_out) == len(CANDIDATES)
     for choice in advice.choices:
         assert choice.row in serving(choice.scheme)
         assert (choice.row.verdict, choice.row.hardware) == ("serves", hardware)
     for left in advice.left_out:
         rows = [row for row in serving(left.scheme) if row.hardware == hardware]
-        assert rows
+        assert {row.server for row in rows} == {VLLM, SGLANG}
         assert all(row.verdict != "serves" for row in rows)
         assert rows[0].note in left.why
+        assert SGLANG in left.why
     named = [name for name, _ in RULES[hardware]]
     assert [str(choice.scheme) for choice in advice.choices][: len(named)] == named, "a rule names what is not served"
 
@@ -106,3 +110,17 @@ def test_a_gpu_that_nobody_knows_is_refused_with_those_that_are() -> None:
     assert find_target("a100", None).gib is None
     with pytest.raises(OnPTQError, match="says no memory: expected --memory"):
         advise("a100", None, "zoo:qwen2.5-vl")
+
+
+def test_another_server_is_named_beside_the_first_and_takes_its_place_where_that_one_does_not_serve() -> None:
+    ada = {str(choice.scheme): choice for choice in advise("l4").choices}
+    assert [row.server for row in ada["FP8"].also] == [SGLANG]
+    assert ada["W4A8"].also == ()
+    assert (ada["FP8-block"].row.server, ada["FP8-block"].also) == (SGLANG, ())
+    shown = run("--gpu", "l4").output
+    assert "   also SGLang 0.5.23, CUTLASS FP8: E4M3 x E4M3 (read)" in shown
+    assert "python -m sglang.launch_server --model-path FOLDER" in shown
+    (block,) = [
+        one for one in json.loads(run("--gpu", "b200", "--json").stdout)["choices"] if one["scheme"] == "FP8-block"
+    ]
+    assert block["also"][0]["command"].endswith("--fp8-gemm-backend triton")

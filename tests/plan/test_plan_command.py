@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from onptq.checkpoint.serving import TRANSFORMERS, VLLM
+from onptq.checkpoint.served_by_vllm import VLLM
+from onptq.checkpoint.serving import TRANSFORMERS
 from onptq.cli import app
 
 W3A8_SENTENCE = f"{VLLM} may not serve it (nobody has tried it): no kernel is known to run it: simulation only"

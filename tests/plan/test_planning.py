@@ -304,6 +304,7 @@ def test_a_destination_that_holds_something_else_is_refused(small: Path, tmp_pat
     assert "lies in the model folder" in refused(small, out=small)
 
 
+@pytest.mark.slow
 def test_the_files_of_a_run_are_as_large_as_said(small: Path, tmp_path: Path) -> None:
     changes = {"init": "signround", "init_steps": 2, "rounds": 1, "calibrate.epochs": 1, "follow.max_tokens": 4}
     recipe = complete(**changes, **{"data.prompts": 2, "data.holdout": 0, "compute.device": "cpu"})

@@ -11,7 +11,7 @@ import pytest
 from conftest import Tiny
 from plan_models import BIG_GPU, machine, write_sparse
 
-from onptq.checkpoint.serving import AMPERE
+from onptq.checkpoint.served import AMPERE
 from onptq.checkpoint.source import find_source
 from onptq.engine.budget import Held
 from onptq.plan.machine import Gpu

@@ -13,7 +13,8 @@ from onptq.checkpoint.folder import Checkpoint, split_name
 from onptq.checkpoint.packing import storage_format
 from onptq.checkpoint.provenance import CARD, read_front_matter, read_mapping
 from onptq.checkpoint.quantization import COMPRESSED, Quantization
-from onptq.checkpoint.serving import Served, serving
+from onptq.checkpoint.served import Served
+from onptq.checkpoint.serving import serving
 from onptq.models.processing import SETTINGS_FILES
 
 LANGUAGE, EMBEDDINGS, HEAD = "language model", "embeddings", "lm_head"

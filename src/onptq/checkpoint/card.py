@@ -17,7 +17,8 @@ from onptq.checkpoint.provenance import (
     find_base,
     read_front_matter,
 )
-from onptq.checkpoint.serving import VLLM, recommended, serve_command, serving
+from onptq.checkpoint.served_by_vllm import VLLM
+from onptq.checkpoint.serving import recommended, serve_command, serving
 from onptq.errors import OnPTQError
 from onptq.models import family_of
 from onptq.models.family import Family
@@ -226,7 +227,7 @@ def _vllm(scheme: Scheme, config: Mapping[str, Any], family: Family | None) -> s
     if best.verdict == "refuses":
         return f"{VLLM} does not run {scheme} with experts on a GPU: {best.note}."
     default = next(row for row in serving(scheme, experts) if row.server == VLLM and row.hardware == best.hardware)
-    command = serve_command(FOLDER, best.switch)
+    command = serve_command(FOLDER, best)
     facts = [f"With {VLLM} or later on a GPU such as {best.hardware}, this multiplies {best.computes}."]
     if best.verdict != "serves":
         facts = [f"Whether {VLLM} runs {scheme} was not seen: {best.note}."]

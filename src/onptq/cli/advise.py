@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onptq.checkpoint.serving import EVIDENCE, serve_command
+from onptq.checkpoint.served import EVIDENCE
+from onptq.checkpoint.serving import serve_command
 from onptq.errors import printable
 
 if TYPE_CHECKING:
@@ -77,5 +78,6 @@ def _choice(number: int, choice: Choice) -> list[str]:
         f"   why: {choice.reason}",
         f"   {row.server}, {row.kernel}: {row.computes} ({row.evidence}: {EVIDENCE[row.evidence]})",
         *note,
-        f"   {serve_command('FOLDER', row.switch)}",
+        f"   {serve_command('FOLDER', row)}",
+        *(f"   also {one.server}, {one.kernel}: {one.computes} ({one.evidence})" for one in choice.also),
     ]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onptq.check.findings import Finding
     from onptq.check.fix import Fix
     from onptq.check.static import Inspection
-    from onptq.checkpoint.serving import Served
+    from onptq.checkpoint.served import Served
 
 
 def inspect(

@@ -32,6 +32,8 @@ def mix(
 ) -> None:
     """Measure what raising single linears saves, and take the best under a budget. Killed, the same command continues.
 
+    A mix that is worse than SCHEME on held-out prompts is refused.
+
     `onptq quantize --mix OUT/mix.json` quantizes with the result.
     """
     if calibration is None and not model.startswith(ZOO):
@@ -40,15 +42,16 @@ def mix(
     chosen = {"scheme": scheme, "init": init, "compute.device": device}
     recipe = resolve_recipe(preset, None, chosen, changes, model=model)
     from onptq.checkpoint.source import find_source
-    from onptq.cycle.mixing import MIX, mix_under_budget
+    from onptq.evaluate.mixing import MIX, mix_under_budget
     from onptq.zoo.materials import draw_calibration
 
     reporter, source = make_reporter(quiet, False), find_source(model)
-    prompts = calibration or draw_calibration(source.family.name, recipe.data, reporter)[0]
-    allocation = mix_under_budget(source, out, recipe, Scheme.parse(raised), bits, prompts, reporter)
+    prompts, held = (calibration, None) if calibration else draw_calibration(source.family.name, recipe.data, reporter)
+    mix = mix_under_budget(source, out, recipe, Scheme.parse(raised), bits, prompts, held, reporter)
+    allocation, judgement = mix.allocation, mix.judgement
     if not quiet:
         for number, gain in enumerate(allocation.gains[:SHOWN], 1):
-            taken = "raised" if set(gain.linears) <= {path for path, _ in allocation.scheme.others} else "left"
+            taken = "raised" if set(gain.linears) <= set(allocation.raised) else "left"
             typer.echo(
                 f"{number:3} {taken:6} saves {gain.saved:.3g} of KL for {gain.bytes:,} bytes: {', '.join(gain.linears)}"
             )
@@ -56,8 +59,18 @@ def mix(
         f"{allocation.bits:.3g} bits a weight, {allocation.chosen} of {len(allocation.gains)} groups raised to {raised}: "
         f"KL {allocation.kl:.4g} -> {allocation.measured:.4g} measured, {allocation.added:.4g} if savings added up"
     )
-    if allocation.measured >= allocation.kl:
-        reporter.warn(
-            "the mix is no better than the scheme it starts from: more prompts or longer answers may tell more"
+    if judgement is None:
+        reporter.warn("no held-out prompts (data.holdout): whether the mix is better elsewhere was not measured")
+    else:
+        low, high = judgement.change.low, judgement.change.high
+        interval = "" if low is None or high is None else f", difference [{low:.3g}, {high:.3g}]"
+        typer.echo(
+            f"{judgement.prompts} held-out prompts, each scheme on its own answers: KL {judgement.start:.4g} -> "
+            f"{judgement.mix:.4g}{interval}"
         )
+        if high is None or high >= 0:
+            reporter.warn(
+                "held-out prompts do not show that the mix is better than the scheme it starts from: more of them or "
+                "longer answers may tell more"
+            )
     typer.echo(f"onptq quantize {model} --scheme {recipe.scheme} --mix {out / MIX}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onptq.checkpoint.serving import EVIDENCE
+from onptq.checkpoint.served import EVIDENCE
 from onptq.cli import options
 from onptq.cli.settings import ZOO, resolve_recipe, resolve_vllm, use_one_thread
 from onptq.cli.terminal import make_table
@@ -17,7 +17,7 @@ from onptq.errors import OnPTQError, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from onptq.checkpoint.serving import Served
+    from onptq.checkpoint.served import Served
     from onptq.data.prompts import Prompt
     from onptq.plan.planning import Plan
     from onptq.recipe import Recipe

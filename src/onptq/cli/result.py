@@ -148,7 +148,7 @@ def _next_commands(summary: Mapping[str, Any], path: str, model: str) -> Iterato
     yield f"onptq verify {folder} --against {shlex.quote(model)}"
     best = recommended(Scheme.parse(summary["scheme"])) if "scheme" in summary else None
     if best is not None:
-        yield serve_command(folder, best.switch)
+        yield serve_command(folder, best)
 
 
 def _words(prompt: Prompt) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from onptq.cycle.compare import compare
@@ -35,7 +35,8 @@ class Allocation:
 
     scheme: Scheme
     gains: tuple[Gain, ...]  # the best rate first
-    chosen: int  # of the gains, those that the budget paid for and that save anything
+    raised: tuple[str, ...]  # linears that have the higher scheme
+    chosen: int  # of the gains, those that the budget paid for and that save anything beside the others
     bits: float  # per weight of all linears, scales of groups included
     kl: float  # of the scheme that everything starts from
     added: float  # KL expected if savings added up
@@ -51,10 +52,12 @@ def allocate(
     known: Mapping[tuple[str, ...], float] | None = None,
     note: Callable[[tuple[str, ...], float], None] = lambda linears, kl: None,
 ) -> Allocation:
-    """The mix of the policy's scheme and a `higher` one with at most so many bits a weight, and least KL by what single
-    groups save.
+    """The mix of the policy's scheme and a `higher` one with at most so many bits a weight, and little KL.
 
-    `known` are KLs of an earlier process by the group that was raised, () for none; `note` gets every new one."""
+    Every group of linears is raised by itself. Then they are raised together one after another, the most KL saved per byte
+    first; since savings do not add up, each is measured beside those that are raised already, and stays if KL falls.
+    All KLs are those at the states of the policy's scheme. `known` are KLs of an earlier process by the linears that were
+    raised, () for none; `note` gets every new one. Q is frozen under theta afterwards."""
     sizes = {path: linear.weight.numel() for path, linear in policy.linears.items()}
     total, lower = sum(sizes.values()), policy.scheme.base
     more = (higher.bits_per_weight - lower.bits_per_weight) / 8
@@ -68,34 +71,32 @@ def allocate(
     trajectories = follow(prefixes)
     measured = dict(known or {})
 
-    def kl_of(raised: Sequence[str]) -> float:
-        with policy.raised(theta, raised, higher):
-            return float(compare(prefixes, trajectories).kl.mean())
-
-    def kl_once(raised: tuple[str, ...]) -> float:
+    def kl_of(raised: tuple[str, ...]) -> float:
         if raised not in measured:
-            measured[raised] = kl_of(raised)
+            with policy.raised(theta, raised, higher):
+                measured[raised] = float(compare(prefixes, trajectories).kl.mean())
             note(raised, measured[raised])
         return measured[raised]
 
-    start = kl_once(())
+    start = kl_of(())
     gains = []
     for group in multiplied_together(tuple(sizes)):
-        kl = kl_once(group)
+        kl = kl_of(group)
         gains.append(Gain(group, kl, start - kl, round(more * sum(sizes[path] for path in group))))
     gains.sort(key=lambda gain: -gain.rate)
-    chosen, spent = list[Gain](), 0
+    chosen, raised, spent, lowest = list[Gain](), tuple[str, ...](), 0, start
     for gain in gains:
-        if gain.saved > 0 and spent + gain.bytes <= budget:
+        if gain.saved > 0 and spent + gain.bytes <= budget and kl_of(raised + gain.linears) < lowest:
             chosen.append(gain)
-            spent += gain.bytes
-    raised = tuple(path for gain in chosen for path in gain.linears)
+            raised, spent = raised + gain.linears, spent + gain.bytes
+            lowest = kl_of(raised)
     return Allocation(
         policy.scheme.raised(raised, higher),
         tuple(gains),
+        raised,
         len(chosen),
         lower.bits_per_weight + 8 * spent / total,
         start,
         start - sum(gain.saved for gain in chosen),
-        kl_of(raised),
+        lowest,
     )

@@ -17,7 +17,7 @@ from onptq.cycle.compare import compare
 from onptq.cycle.disagreements import CLEAR_SHARE, Disagreements, disagreements, sentence
 from onptq.cycle.follow import follow
 from onptq.cycle.inputs import Inputs
-from onptq.cycle.risk import score, select
+from onptq.cycle.risk import critical_states, score
 from onptq.cycle.served import ServedPolicy
 from onptq.engine.prefixes import Prefixes
 from onptq.engine.sampling import Sampling
@@ -148,7 +148,7 @@ class Cycle:
                 return score(states, recipe.risk)
             if recipe.branches:
                 states = self.branch(f"Branch {k + 1}", self.prefixes, trajectories, states, self._looking)
-            selected = select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
+            selected = critical_states(states, recipe, k)
             if self.keeper is not None:
                 self.keeper.keep(self, k, trajectories, selected)
             return selected

@@ -28,7 +28,7 @@ def rollouts(
 
     def roll_batch(index: int) -> list[tuple[int, list[int], bool]]:
         responses = rollout(prefixes, index, side, sampling)
-        return list(_cut(prefixes.batches[index], responses, prefixes.policy.eos))
+        return list(cut_responses(prefixes.batches[index], responses, prefixes.policy.eos))
 
     for batch in prefixes.map_batches(roll_batch):
         trajectories += [Trajectory(prompt, tuple(tokens), finished) for prompt, tokens, finished in batch]
@@ -53,7 +53,7 @@ def rollout(prefixes: Prefixes, index: int, side: Side, sampling: Sampling | Non
     return decoding.tokens
 
 
-def _cut(batch: PromptBatch, responses: Tensor, eos: frozenset[int]) -> Iterator[tuple[int, list[int], bool]]:
+def cut_responses(batch: PromptBatch, responses: Tensor, eos: frozenset[int]) -> Iterator[tuple[int, list[int], bool]]:
     """Prompt, tokens, and whether they ended by themselves. The emission of an end-of-sequence token is itself a decision,
     so it stays; what follows it does not exist."""
     for prompt, response in zip(batch.prompts, responses.tolist(), strict=True):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
+from onptq.cycle.compare import state_rows
 from onptq.engine.budget import BatchBudget
 from onptq.engine.prefixes import Prefixes
-from onptq.engine.rollout import rollouts
+from onptq.engine.rollout import cut_responses, rollout
 from onptq.evaluate.tasks import Item, check_items
 from onptq.models.encoding import EncodedPrompt, encode
 from onptq.models.language_model import LanguageModel, Side
@@ -30,10 +33,11 @@ class Answer:
     text: str
     points: float
     total: float
+    disagrees: bool | None = None  # whether one forward over all of it chooses another token; None where not measured
 
 
 class Questions:
-    """Encoded items in batches of like answer lengths. Towers run here, once; prefixes are not cached, as none is used twice."""
+    """Encoded items in batches of like answer lengths. Towers run here, once; a prefix is cached until its batch is answered."""
 
     def __init__(
         self,
@@ -61,20 +65,40 @@ class Questions:
 
     def _groups(self, policy: LanguageModel) -> list[Prefixes]:
         return [
-            Prefixes(policy, prompts, max_tokens=most, batch_tokens=self.batch_tokens, budget=0)
+            Prefixes(policy, prompts, max_tokens=most, batch_tokens=self.batch_tokens)
             for most, prompts in self.encoded.items()
         ]
 
 
 def answer(questions: Questions, side: Side, advance: Advance = lambda items: None) -> list[Answer]:
     """Greedy answers to every item, graded, in the order of the items."""
-    responses = {
-        one.prompt: one.tokens for group in questions.groups for one in rollouts(group, side=side, advance=advance)
-    }
-    texts = questions.tokenizer.batch_decode(
-        [list(responses[number]) for number in range(len(questions.items))], skip_special_tokens=True
-    )
-    return [grade(item, text) for item, text in zip(questions.items, texts, strict=True)]
+    responses: dict[int, tuple[list[int], bool]] = {}
+    for group in questions.groups:
+        for batch in group.map_batches(partial(_answer_batch, group, side)):
+            responses.update({number: (tokens, disagrees) for number, tokens, disagrees in batch})
+            advance(len(batch))
+    every = [responses[number] for number in range(len(questions.items))]
+    texts = questions.tokenizer.batch_decode([tokens for tokens, _ in every], skip_special_tokens=True)
+    return [
+        replace(grade(item, text), disagrees=disagrees)
+        for item, text, (_, disagrees) in zip(questions.items, texts, every, strict=True)
+    ]
+
+
+@torch.no_grad()
+def _answer_batch(group: Prefixes, side: Side, index: int) -> list[tuple[int, list[int], bool]]:
+    """Of every prompt its number, the response, and whether one forward over all of that chooses another token somewhere."""
+    policy, batch = group.policy, group.batches[index]
+    written = rollout(group, index, side)
+    hidden = group.teacher_force(index, side, written)[1]
+    chosen = [policy.logits(part).argmax(-1) for part in hidden.flatten(0, 1).split(state_rows(policy.vocabulary, 1))]
+    differs = torch.cat(chosen).view_as(written) != written
+    group.forget(side)
+    cut = cut_responses(batch, written, policy.eos)
+    return [
+        (number, tokens, bool(row[: len(tokens)].any()))
+        for row, (number, tokens, _) in zip(differs.cpu(), cut, strict=True)
+    ]
 
 
 def grade(item: Item, text: str) -> Answer:
@@ -92,6 +116,7 @@ def write_answers(answers: Mapping[str, Sequence[Answer]], path: Path) -> None:
         "answer": pa.array([one.text for _, one in rows], pa.string()),
         "points": pa.array([one.points for _, one in rows], pa.float64()),
         "total": pa.array([one.total for _, one in rows], pa.float64()),
+        "disagrees": pa.array([one.disagrees for _, one in rows], pa.bool_()),
     }
     pq.write_table(pa.table(columns), path)
 
@@ -99,6 +124,6 @@ def write_answers(answers: Mapping[str, Sequence[Answer]], path: Path) -> None:
 def read_answers(path: Path) -> dict[str, list[Answer]]:
     answers: dict[str, list[Answer]] = {}
     for row in pq.read_table(path).to_pylist():
-        one = Answer(row["item"], row["task"], row["answer"], row["points"], row["total"])
-        answers.setdefault(row["arm"], []).append(one)
+        known = row["item"], row["task"], row["answer"], row["points"], row["total"]
+        answers.setdefault(row["arm"], []).append(Answer(*known, row.get("disagrees")))
     return answers

@@ -46,11 +46,16 @@ def damage_measures(
 
 
 def tie_measures(states: States, prompts: Sequence[int]) -> dict[str, Measure]:
-    """Mismatches at near ties of the dense model, and all others; they add up to the mismatch."""
+    """Mismatches at near ties of the dense model, and all others, which add up to the mismatch; and how often Q disagrees with
+    itself where its margin is not known to be that of a near tie."""
     mismatch, near = states.kind == MISMATCH, states.margin_dense < NEAR_TIE
+    disagrees = states.token != states.quantized
+    tossed = (states.token == states.reference) | (states.token == states.competitor)
+    tossed &= np.abs(states.margin_quant) < NEAR_TIE
     return {
         "near_tie": _mean(states, mismatch & near, prompts, 100),
         "clear": _mean(states, mismatch & ~near, prompts, 100),
+        "noise_clear": _mean(states, disagrees & ~tossed, prompts, 100),
     }
 
 
@@ -62,8 +67,9 @@ def consequence_measures(states: States, branched: States, prompts: Sequence[int
 
 
 def dense_path_measures(states: States, prompts: Sequence[int]) -> dict[str, Measure]:
-    """Mismatch and KL on the dense model's responses, the same states for every candidate."""
+    """Mismatch and KL on the dense model's responses, the same states for every candidate; how often D disagrees with itself."""
     return {
+        "noise_dense_path": _mean(states, states.token != states.reference, prompts, 100),
         "dense_path_mismatch": _mean(states, states.kind == MISMATCH, prompts, 100),
         "dense_path_kl": _mean(states, states.kl, prompts),
     }

@@ -20,19 +20,29 @@ PROMPTS = "prompts"  # the stratum of held-out prompts; tasks are strata of thei
 
 @dataclass(frozen=True)
 class Label:
-    """The name and the format of a measure, and whether less of it is better."""
+    """The name and the format of a measure, whether less of it is better, and the measure of its noise floor.
+
+    The noise floor of a rate is the same rate between a model and itself: cached decoding beside one forward over all of it.
+    """
 
     name: str
     less_is_better: bool | None = True  # None: neither
     percent: bool = False
     digits: int = 1
+    noise: str = ""
+    noise_at_most: bool = False  # whether that is an upper bound
+
+
+def noise_label(name: str) -> Label:
+    return Label(name, less_is_better=None, percent=True, digits=2)
 
 
 BEHAVIOUR = {
     "kl": Label("KL", digits=4),
     "js": Label("JS", digits=4),
-    "mismatch": Label("mismatch", percent=True),
-    "noise": Label("noise floor", less_is_better=None, percent=True, digits=2),
+    "mismatch": Label("mismatch", percent=True, noise="noise"),
+    "noise": noise_label("noise floor"),
+    "noise_responses": noise_label("noise floor of responses"),
     "erosion": Label("erosion", digits=3),
     "first_fork": Label("first fork", less_is_better=False),
     "js_before_fork": Label("JS before the fork", digits=4),
@@ -40,18 +50,20 @@ BEHAVIOUR = {
     "kl_before_fork": Label("KL before the fork", digits=4),
     "kl_after_fork": Label("KL after the fork", digits=4),
     "js_at_fork": Label("JS at the fork", digits=4),
-    "forked": Label("prompts with a fork", percent=True),
+    "forked": Label("prompts with a fork", percent=True, noise="noise_responses"),
 }
 # How many decisions change is one thing, how much is damaged by that another.
 DAMAGE = {
-    "near_tie": Label("near ties", percent=True),
-    "clear": Label("clear mismatch", percent=True),
+    "near_tie": Label("near ties", percent=True, noise="noise", noise_at_most=True),
+    "clear": Label("clear mismatch", percent=True, noise="noise_clear", noise_at_most=True),
+    "noise_clear": noise_label("noise floor of clear mismatches"),
     "cwm": Label("CWM", percent=True, digits=2),
-    "dense_path_mismatch": Label("dense-path mismatch", percent=True),
+    "dense_path_mismatch": Label("dense-path mismatch", percent=True, noise="noise_dense_path"),
+    "noise_dense_path": noise_label("noise floor of the dense model"),
     "dense_path_kl": Label("dense-path KL", digits=4),
-    "reworded": Label("reworded", percent=True),
+    "reworded": Label("reworded", percent=True, noise="noise_responses"),
     "length": Label("length", less_is_better=None, percent=True),
-    "loops": Label("loops", percent=True),
+    "loops": Label("loops", percent=True, noise="noise_responses", noise_at_most=True),
 }
 PERCENTILES = {f"kl_p{share}": Label(f"KL p{share}", digits=5) for share in (50, 95, 99)}
 # On the joint-critical states that all candidates of a scheme share, not on a candidate's own.
@@ -65,6 +77,7 @@ _RATIOS: Mapping[str, tuple[str, str | None]] = {
     "js": ("js", "states"),
     "mismatch": ("mismatches", "states"),
     "noise": ("disagreements", "states"),
+    "noise_responses": ("disagreeing", None),
     "erosion": ("erosion", "states"),
     "first_fork": ("common", None),
     "forked": ("forked", None),
@@ -79,26 +92,37 @@ _RATIOS: Mapping[str, tuple[str, str | None]] = {
     )
 }
 CHANGES = {
-    "flips": Label("flips", percent=True),
-    "changed": Label("answers changed", percent=True),
-    "changed_wrong": Label("changed though wrong before and after", percent=True),
+    "flips": Label("flips", percent=True, noise="noise_graded", noise_at_most=True),
+    "changed": Label("answers changed", percent=True, noise="noise_answers", noise_at_most=True),
+    "changed_wrong": Label(
+        "changed though wrong before and after", percent=True, noise="noise_graded", noise_at_most=True
+    ),
 }
 CONTENT = {
-    "content_worse": Label("content worse", percent=True),
-    "content_better": Label("content better", less_is_better=None, percent=True),
+    "content_worse": Label("content worse", percent=True, noise="noise_answers", noise_at_most=True),
+    "content_better": Label(
+        "content better", less_is_better=None, percent=True, noise="noise_answers", noise_at_most=True
+    ),
 }
+NOISE_OF_ANSWERS = {
+    "noise_answers": noise_label("noise floor of answers"),
+    "noise_graded": noise_label("noise floor of right and wrong answers"),
+}
+NOISE_OF = "noise:"  # before the name of a task or of the average
 AVERAGE = "average"
 
 
 def labels(items: Sequence[Scored]) -> dict[str, Label]:
     """Every measure there can be, in the order of the report."""
-    scores = {item.task: Label(item.task, item.measure == "word errors", percent=True) for item in items}
-    scores = {
-        task: Label(f"{task} WER", True, True) if label.less_is_better else label for task, label in scores.items()
-    }
+    scores: dict[str, Label] = {}
+    for item in items:
+        words = item.measure == "word errors"
+        noise = "" if words else f"{NOISE_OF}{item.task}"
+        scores[item.task] = Label(f"{item.task} WER" if words else item.task, words, True, 1, noise, bool(noise))
     if any(not label.less_is_better for label in scores.values()):
-        scores[AVERAGE] = Label("average score", False, True)
-    return scores | CHANGES | CONTENT | BEHAVIOUR | DAMAGE | PERCENTILES | CRITICAL
+        scores[AVERAGE] = Label("average score", False, True, 1, f"{NOISE_OF}{AVERAGE}", True)
+    noises = {label.noise: noise_label(f"noise floor of {label.name}") for label in scores.values() if label.noise}
+    return scores | CHANGES | CONTENT | NOISE_OF_ANSWERS | noises | BEHAVIOUR | DAMAGE | PERCENTILES | CRITICAL
 
 
 def score_measures(items: Sequence[Scored], answers: Sequence[Answer]) -> dict[str, Measure]:
@@ -127,6 +151,24 @@ def change_measures(items: Sequence[Scored], dense: Sequence[Answer], other: Seq
             parts["flips"].append(Part(task, (right_before != right_after).astype(np.float64), ones))
             parts["changed_wrong"].append(Part(task, wrong_twice.astype(np.float64), ones))
     return {name: Measure(tuple(each), 100) for name, each in parts.items() if each}
+
+
+def noise_of_answers(items: Sequence[Scored], answers: Sequence[Answer]) -> dict[str, Measure]:
+    """The share of answers that another way to compute would word differently: of all, of those that are right or wrong, of
+    each task where more is better, and their mean; nothing where that was not measured."""
+    if not all(one.disagrees is not None for one in answers):
+        return {}
+    measures = {task: of_task[0].measure for task, (of_task, _) in by_task(items, answers).items()}
+    parts = {
+        task: Part(task, np.array([bool(one.disagrees) for one in given], np.float64), np.ones(len(given)))
+        for task, (_, given) in by_task(items, answers).items()
+    }
+    graded = tuple(parts[task] for task, measure in measures.items() if measure == "accuracy")
+    averaged = {task: parts[task] for task, measure in measures.items() if measure != "word errors"}
+    found = {"noise_answers": Measure(tuple(parts.values()), 100)}
+    found |= {"noise_graded": Measure(graded, 100)} if graded else {}
+    found |= {f"{NOISE_OF}{task}": Measure((part,), 100) for task, part in averaged.items()}
+    return found | ({f"{NOISE_OF}{AVERAGE}": Measure(tuple(averaged.values()), 100, "mean")} if averaged else {})
 
 
 def behaviour_measures(states: States, prompts: Sequence[int]) -> dict[str, Measure]:
@@ -177,7 +219,7 @@ def per_prompt(states: States, prompts: Sequence[int]) -> dict[str, Column]:
     """
     place, count = places(states.prompt, prompts), len(prompts)
     total = partial(sums, place, count)
-    mismatch = states.kind == MISMATCH
+    mismatch, disagreement = states.kind == MISMATCH, states.token != states.quantized
     fork = np.full(count, np.inf)
     np.minimum.at(fork, place[mismatch], states.t[mismatch])
     lengths = total(np.ones(len(states)))
@@ -189,7 +231,8 @@ def per_prompt(states: States, prompts: Sequence[int]) -> dict[str, Column]:
     totals = {
         "states": lengths,
         "mismatches": total(mismatch),
-        "disagreements": total(states.token != states.quantized),
+        "disagreements": total(disagreement),
+        "disagreeing": (total(disagreement) > 0).astype(np.float64),
         "erosion": total(states.erosion),
         "js": total(states.js),
         "kl": total(states.kl),

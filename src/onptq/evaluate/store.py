@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onptq.bank import States, read_trajectories
+from onptq.bank import BANK, States, read_trajectories
+from onptq.cycle.rounds import DENSE_ANSWERS
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer, read_answers
@@ -15,6 +16,7 @@ from onptq.evaluate.asked import Asked, write_asked
 from onptq.evaluate.candidates import DENSE, folder_name
 from onptq.evaluate.critical import Margins
 from onptq.evaluate.details import OFF, keeps
+from onptq.evaluate.model_card import HELD_OUT, HELD_OUT_ANSWERS
 from onptq.evaluate.summary import Results
 from onptq.evaluate.tasks import Item
 from onptq.evaluate.token_texts import Tokenizer, TokenTexts, ids_in
@@ -32,11 +34,17 @@ MARGINS = "margins.parquet"  # on joint-critical states
 SEEDS = "seeds.json"  # of a candidate with several seeds: the names of all
 PROMPTS, ITEMS = "prompts.parquet", "items.parquet"  # prompts and items of the comparison
 TOKENS = "tokens.json"  # the texts of all token ids in the other files
-TOKEN_COLUMNS = {  # where these ids are
+DECISIONS = ("token", "reference", "competitor", "quantized")
+TOKEN_COLUMNS = {  # where these ids are, in comparisons and in runs
     ROLLOUTS: ("response",),
-    STATES: ("token", "reference", "competitor", "quantized"),
+    HELD_OUT_ANSWERS: ("response",),
+    Path(DENSE_ANSWERS).name: ("response",),
+    STATES: DECISIONS,
+    BANK: DECISIONS,
+    HELD_OUT: DECISIONS,
     DETAILS: ("dense", "quantized", "reference_future", "competitor_future"),
 }
+WITH_TOKENS = (DENSE, "candidates/*", "rounds/*", "final", "rtn/final")  # folders of such files
 T = TypeVar("T")
 
 
@@ -73,11 +81,13 @@ def write_identity(run: Run, name: str, record: Mapping[str, Any]) -> None:
         run.write_json(record, *home)
 
 
-def read_results(run: Run, with_answers: bool, with_states: bool) -> dict[str, Results]:
-    """The dense model's results, then those of every candidate that is complete, in the order they were begun."""
+def read_results(
+    run: Run, with_answers: bool, with_states: bool, names: Collection[str] | None = None
+) -> dict[str, Results]:
+    """The dense model's results, then those of every complete candidate, or of those in `names`, in the order they were begun."""
     folders = sorted(run.file("candidates").glob(f"*/{IDENTITY}"), key=lambda path: (path.stat().st_mtime_ns, path))
     every = (run.read_json(str(path.relative_to(run.file()))) for path in folders)
-    records = {record["name"]: record for record in every}
+    records = {record["name"]: record for record in every if names is None or record["name"] in names}
     complete = [name for name in records if is_complete(run, name, with_answers, with_states)]
     homes = {DENSE: (DENSE,)} | {name: path_of(name) for name in complete}
     return {
@@ -130,11 +140,11 @@ def is_complete(run: Run, name: str, with_answers: bool, with_states: bool) -> b
     return all(run.has(*path_of(name, file)) for file in needed)
 
 
-def is_measured(run: Run, name: str, with_answers: bool, with_states: bool, detail: str) -> bool:
+def is_measured(run: Run, name: str, with_answers: bool, with_states: bool, detail: str, damage: bool = True) -> bool:
     """Whether nothing of a candidate is left to be measured; earlier versions measured less."""
     if not is_complete(run, name, with_answers, with_states):
         return False
-    further = all(run.has(*path_of(name, file)) for file in (MISMATCHES, DENSE_PATH))
+    further = not damage or all(run.has(*path_of(name, file)) for file in (MISMATCHES, DENSE_PATH))
     further = further and not lacks_attribution(run, name, detail)
     return not with_states or (further and keeps(run.file(*path_of(name, DETAILS)), detail))
 
@@ -154,8 +164,8 @@ def write_asked_once(run: Run, prompts: Sequence[Prompt], items: Sequence[Item])
 
 
 def write_tokens(run: Run, tokenizer: Tokenizer) -> None:
-    """Commit the texts of the token ids in all results so far, unless they are there."""
-    homes = [run.file(DENSE), *run.file("candidates").glob("*")]
+    """Commit the texts of the token ids in all results so far, of a comparison or of a run, unless they are there."""
+    homes = [home for folder in WITH_TOKENS for home in run.file().glob(folder)]
     files = {home / name: columns for home in homes for name, columns in TOKEN_COLUMNS.items()}
     ids = ids_in({path: columns for path, columns in files.items() if path.is_file()})
     if not run.has(TOKENS) or not ids <= read_file(run, TokenTexts.read, TOKENS).ids:

@@ -20,6 +20,7 @@ from onptq.evaluate.metrics import (
     critical_measures,
     judged,
     labels,
+    noise_of_answers,
     score_measures,
 )
 from onptq.evaluate.scores import Change, Scores, compare_answers, score
@@ -225,7 +226,7 @@ def _seeded_model(
 def _measures(items: Sequence[Scored], prompts: Sequence[int], dense: Results, one: Results) -> dict[str, Single]:
     measures: dict[str, Single] = {}
     if items:
-        measures |= score_measures(items, one.answers)
+        measures |= score_measures(items, one.answers) | noise_of_answers(items, one.answers)
         if one is not dense:
             measures |= change_measures(items, dense.answers, one.answers)
             measures |= content_measures(items, dense.answers, one.answers)

@@ -21,6 +21,7 @@ from onptq.models.structure import Block
 from onptq.ranks import Ranks
 
 Layout = Literal["whole", "sharded", "offloaded"]  # of the blocks: on every device, split over devices, or over hosts
+Step = Callable[..., tuple[Tensor, ...]]  # a block, of the residual stream and what it borrows
 WAITING = -1  # what a process asks for that needs no block
 
 
@@ -153,32 +154,28 @@ class ShardedBlocks:
 
 
 class _Recomputed(torch.autograd.Function):
-    """A function of the residual stream that keeps its input alone, and is run again for its gradients."""
+    """A function of tensors that keeps them alone, and is run again for its gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, step: Callable[[Tensor], Tensor], around: Callable[[], AbstractContextManager[None]], hidden: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, step: Step, around: Callable[[], AbstractContextManager[None]], *given: Tensor) -> Any:
         ctx.step, ctx.around = step, around
-        ctx.save_for_backward(hidden)
-        return step(hidden)
+        ctx.save_for_backward(*given)
+        return step(*given)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor | None]:
-        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        given = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with ctx.around():
             with torch.enable_grad():
-                out = ctx.step(hidden)
-            torch.autograd.backward(out, grad)
-        return None, None, hidden.grad
+                made = ctx.step(*given)
+            torch.autograd.backward(made, gradients)
+        return None, None, *(tensor.grad for tensor in given)
 
 
-def recomputed(
-    step: Callable[[Tensor], Tensor], hidden: Tensor, around: Callable[[], AbstractContextManager[None]]
-) -> Tensor:
-    """`step(hidden)`, run again in the backward pass, `around` the second run and its gradients. No graph is built before."""
-    return _Recomputed.apply(step, around, hidden)  # type: ignore[no-untyped-call, no-any-return]
+def recomputed(step: Step, around: Callable[[], AbstractContextManager[None]], *given: Tensor) -> tuple[Tensor, ...]:
+    """`step(*given)`, run again in the backward pass, `around` the second run and its gradients. No graph is built before."""
+    return _Recomputed.apply(step, around, *given)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _require_group(ranks: Ranks, device: torch.device) -> None:

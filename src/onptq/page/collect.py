@@ -17,6 +17,7 @@ from onptq.evaluate.comparison import REPORT_JSON
 from onptq.evaluate.damage import NEAR_TIE
 from onptq.evaluate.details import read_details, scored
 from onptq.evaluate.model_card import init_kept
+from onptq.evaluate.previews import PREVIEWS, Previews, read_previews
 from onptq.evaluate.report import caveats
 from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.store import (
@@ -55,6 +56,7 @@ from onptq.run import HOME, RECORD, SUMMARY, Run
 from onptq.version import __version__
 
 WORDS = "word errors"  # a measure of items of which less is better
+WITHOUT_LABEL = {"mismatch": "noise"}  # noise floors in reports of earlier versions
 UNITS = {"kl": "nats", "js": "nats", "erosion": "logits", "first_fork": "tokens", "critical_erosion": "logits"}
 NOTES = (
     f"An answer changes clearly if, where it leaves the dense model's, that model itself preferred its own token by at least "
@@ -78,6 +80,7 @@ class Files:
     texts: TokenTexts
     details: Mapping[str, Details]
     attributions: Mapping[str, Mapping[str, Any]]
+    previews: Previews | None
 
     @classmethod
     def read(cls, folder: Path) -> Files:
@@ -111,6 +114,7 @@ class Files:
             TokenTexts.read(run.file(TOKENS)),
             {name: read_details(file) for name, file in details.items() if file.is_file()},
             {name: read_json(file) for name, file in attributions.items() if file.is_file()},
+            read_previews(run.file(PREVIEWS)),
         )
 
 
@@ -124,7 +128,7 @@ def collect(folder: Path) -> Page:
     items = [_item(one, dense.answers) for one in files.items]
     bare = [_prompt(one, said[one.ordinal], files) for one in files.prompts]
     candidates = [_candidate(name, files, bare, items, said, resampler) for name in files.identities]
-    album = Album()
+    album = Album(files.previews)
     prompts = [
         replace(one, turns=album.turns(asked, badness_of_prompt(place, candidates)))
         for place, (one, asked) in enumerate(zip(bare, files.prompts, strict=True))
@@ -156,7 +160,13 @@ def collect(folder: Path) -> Page:
 def measures_of(report: Mapping[str, Any]) -> dict[str, Measure]:
     """What the figures of a report are called."""
     return {
-        name: Measure(label["name"], "%" if label["percent"] else _unit(name), label["less_is_better"])
+        name: Measure(
+            label["name"],
+            "%" if label["percent"] else _unit(name),
+            label["less_is_better"],
+            label.get("noise") or WITHOUT_LABEL.get(name, ""),
+            label.get("noise_at_most", False),
+        )
         for name, label in report["labels"].items()
     }
 

@@ -23,11 +23,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Measure:
-    """What a figure is called, in which unit, and which direction is good."""
+    """What a figure is called, in which unit, which direction is good, and which figure is its noise floor."""
 
     name: str
     unit: str = ""
     less_is_better: bool | None = None
+    noise: str = ""  # empty where none is measured
+    noise_at_most: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import base64
-import io
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable
 
-from onptq.data.media import read_image
 from onptq.data.prompts import Media as Source
-from onptq.errors import OnPTQError
 from onptq.evaluate.asked import Asked
+from onptq.evaluate.previews import Modality, Preview, Previews, preview
 from onptq.page.contract import Media, MessagePart, Turn
 
 BUDGET = 6 * 2**20  # bytes of all media together, as they are in the file
-SIDE = 512  # pixels
-QUALITY = 82  # of JPEG
-SECONDS = 60  # of audio that are kept
 LEFT_OUT = "left out, so that the page stays small"
-
-Modality = Literal["image", "audio"]
 
 
 class Album:
-    """The media of all questions, each once."""
+    """The media of all questions, each once. Files are not read where `previews` has what a run kept of them."""
 
-    def __init__(self, budget: int = BUDGET) -> None:
+    def __init__(self, previews: Previews | None = None, budget: int = BUDGET) -> None:
+        self._previews = previews
         self._left, self._spent = budget, budget // 50  # so little left is hardly enough for one more
         self._places: dict[tuple[Modality, str], int] = {}
         self._sources: list[tuple[Modality, Source]] = []
@@ -70,55 +63,16 @@ class Album:
         name = source.path.name if source.path is not None else f"{kind} {source.sha256[:8]}"
         if self._left < self._spent:
             return Media(kind, name, None, LEFT_OUT)
-        try:
-            data = source.read()
-            media_type, small, note = thumbnail(data) if kind == "image" else clip(data)
-        except Exception as error:  # decoders raise errors of every kind
-            return Media(kind, name, None, f"cannot be shown: {_reason(error)}")
-        url = f"data:{media_type};base64,{base64.b64encode(small).decode()}"
+        small = self._preview(kind, source)
+        if small.data is None:
+            return Media(kind, name, None, small.note)
+        url = f"data:{small.media_type};base64,{base64.b64encode(small.data).decode()}"
         if len(url) > self._left:
             return Media(kind, name, None, LEFT_OUT)
         self._left -= len(url)
-        return Media(kind, name, url, note)
+        return Media(kind, name, url, small.note)
 
-
-def thumbnail(data: bytes) -> tuple[str, bytes, str]:
-    """The image with at most 512 pixels a side, as the smaller of PNG and JPEG; nothing but its pixels is kept."""
-    image = read_image(data)
-    note = f"{image.width} x {image.height} pixels" if max(image.size) > SIDE else ""
-    image.thumbnail((SIDE, SIDE))
-    forms = []
-    for form, options in (("png", {"optimize": True}), ("jpeg", {"quality": QUALITY, "optimize": True})):
-        buffer = io.BytesIO()
-        image.save(buffer, form, **options)
-        forms.append((f"image/{form}", buffer.getvalue()))
-    media_type, small = min(forms, key=lambda pair: len(pair[1]))
-    return media_type, small, note
-
-
-def clip(data: bytes) -> tuple[str, bytes, str]:
-    """The audio in one channel, compressed; what is no WAV, or where soundfile is not installed, as it is."""
-    try:
-        import soundfile
-    except ImportError:
-        return _as_it_is(data)
-    with soundfile.SoundFile(io.BytesIO(data)) as file:
-        rate, seconds = file.samplerate, len(file) / file.samplerate
-        samples = file.read(SECONDS * rate, dtype="float32", always_2d=True).mean(axis=1)
-    buffer = io.BytesIO()
-    soundfile.write(buffer, samples, rate, format="OGG", subtype="VORBIS")
-    return "audio/ogg", buffer.getvalue(), f"the first {SECONDS} of {seconds:.0f} s" if seconds > SECONDS else ""
-
-
-def _as_it_is(data: bytes) -> tuple[str, bytes, str]:
-    kinds: Sequence[tuple[bytes, str]] = ((b"RIFF", "wav"), (b"fLaC", "flac"), (b"OggS", "ogg"), (b"ID3", "mpeg"))
-    for head, kind in kinds:
-        if data.startswith(head):
-            return f"audio/{kind}", data, ""
-    raise OnPTQError("soundfile is not installed: pip install onptq[audio]")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__
+    def _preview(self, kind: Modality, source: Source) -> Preview:
+        if source.data is None and self._previews is not None:
+            return self._previews.get((kind, source.sha256), Preview())
+        return preview(kind, source)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from onptq.checkpoint.serving import VLLM, serve_command, serving
+from onptq.checkpoint.serving import serve_command, serving
 from onptq.page.contract import Served
 from onptq.registry import METHODS
 from onptq.schemes import Floats, Grid, Scheme
@@ -18,7 +18,7 @@ def served_by(scheme: str | None) -> list[Served]:
     for row in serving(Scheme.parse(scheme)) if scheme else ():
         computes = {"refuses": "nothing", "doubtful": "unknown"}.get(row.verdict, row.computes)
         computes += f", not {scheme}" if row.verdict == "differs" else ""
-        command = serve_command("DIR", row.switch) if row.server == VLLM and row.verdict == "serves" else ""
+        command = serve_command("DIR", row) if row.verdict == "serves" else ""
         hardware.setdefault((row.server, computes, command, row.note), []).append(row.hardware)
     return [Served(server, ", ".join(on), *rest) for (server, *rest), on in hardware.items()]
 

@@ -12,7 +12,7 @@ from onptq.bank import States as Bank
 from onptq.cycle.rounds import DENSE_ANSWERS
 from onptq.evaluate.details import read_details, scored
 from onptq.evaluate.heldout_details import HELD_OUT_DETAILS, HELD_OUT_MISMATCHES
-from onptq.evaluate.model_card import HELD_OUT, init_kept
+from onptq.evaluate.model_card import HELD_OUT, HELD_OUT_ANSWERS, init_kept
 from onptq.evaluate.round_details import DETAILS_OF_ROUND
 from onptq.page.contract import Kind
 from onptq.page.provenance import how_made
@@ -20,7 +20,6 @@ from onptq.page.responses import Details, kinds
 from onptq.recipe import Recipe
 from onptq.registry import METHODS
 
-HELD_OUT_ROLLOUTS = f"holdout_{ROLLOUTS}"
 ROUND = "round "
 Answers = Mapping[int, Trajectory]
 
@@ -54,7 +53,7 @@ def stages_of(home: Path, recipe: Recipe) -> Iterable[Stage]:
     """The result first, then what it began as, plain rounding, and the calibration prompts of every round."""
     rounds = range(recipe.rounds)
     held_out = [home / f"rounds/{k}" for k in rounds] + [home / "final"]
-    visits = [Visit.read(one / HELD_OUT_ROLLOUTS, one / HELD_OUT) for one in held_out if (one / HELD_OUT).is_file()]
+    visits = [Visit.read(one / HELD_OUT_ANSWERS, one / HELD_OUT) for one in held_out if (one / HELD_OUT).is_file()]
     init = METHODS.label(recipe.init)
     made = how_made({"scheme": recipe.scheme, "method": recipe.init})
     calibrated = how_made({"scheme": recipe.scheme, "method": recipe.method, "recipe": recipe.model_dump()})
@@ -66,7 +65,7 @@ def stages_of(home: Path, recipe: Recipe) -> Iterable[Stage]:
     rtn = home / "rtn/final"
     if (rtn / HELD_OUT).is_file():
         how = how_made({"scheme": recipe.scheme, "method": "rtn"})
-        yield Stage("rtn", how, Visit.read(rtn / HELD_OUT_ROLLOUTS, rtn / HELD_OUT))
+        yield Stage("rtn", how, Visit.read(rtn / HELD_OUT_ANSWERS, rtn / HELD_OUT))
     folders = [home / f"rounds/{k}" for k in (rounds if recipe.refresh else rounds[:1])]
     banks = [Visit.read(one / ROLLOUTS, one / BANK) for one in folders if (one / BANK).is_file()]
     for k, bank in enumerate(banks):

@@ -37,6 +37,7 @@ FEW_NUMBERS = 6
 LOGARITHMIC_FROM = 20.0  # the ratio of values from which on an axis is logarithmic
 
 PRINT_CONFIG = {
+    "aria": False,  # a picture has one text for all of it, where it is shown
     "font": "system-ui, sans-serif",
     "axis": {"gridColor": "#8A8A8A", "gridOpacity": 0.25, "domainColor": GREY, "tickColor": GREY},
     "view": {"stroke": None},
@@ -159,7 +160,8 @@ def _drawn(plot: Plot, convert: str, changes: Mapping[str, Any], **options: Any)
         import vl_convert
     except ImportError:
         raise OnPTQError(f"pictures as files need vl-convert-python, which is not installed: {INSTALL}") from None
-    spec = dict(plot.spec) | {"width": PRINT_WIDTH} | dict(changes)
+    width = {"width": PRINT_WIDTH} if plot.spec["width"] == "container" else {}
+    spec = dict(plot.spec) | width | dict(changes)
     draw = getattr(vl_convert, convert)
     try:
         return draw(spec, vl_version=VERSION, config=PRINT_CONFIG, allowed_base_urls=[], **options)

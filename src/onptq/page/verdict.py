@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from onptq.evaluate.metrics import PROMPTS
 from onptq.evaluate.statistics import Column, Interval, Measure, Part, Resampler
-from onptq.page.contract import Answer, Cell, Figure, Flips, Question, Response
-from onptq.page.responses import parts_clearly
+from onptq.page.contract import Answer, Cell, Change, Figure, Flips, Question, Response
 
 Judged = Sequence[bool | None]
+WORDS: Mapping[Change, tuple[str, str, str]] = {  # the gravest first
+    "content": ("says", "say", "something else"),
+    "clear": ("changes", "change", "clearly"),
+    "reworded": ("parts", "part", "at a near tie"),
+}
 
 
 def verdict(responses: Sequence[Response | None], flips: Flips | None, resampler: Resampler) -> str:
@@ -28,21 +32,17 @@ def verdict(responses: Sequence[Response | None], flips: Flips | None, resampler
 def _on_prompts(responses: Sequence[Response], resampler: Resampler) -> str:
     total = len(responses)
 
-    def count(holds: Callable[[Response], bool]) -> str:
-        found = np.array([holds(one) for one in responses])
-        interval = resampler.estimate(Measure((Part(PROMPTS, found.astype(np.float64), np.ones(total)),)))
-        return f"{int(found.sum())}{_bracket(interval, total, int(found.sum()))}"
+    def count(*changes: Change) -> str:
+        counted = np.array([one.change in changes for one in responses])
+        interval = resampler.estimate(Measure((Part(PROMPTS, counted.astype(np.float64), np.ones(total)),)))
+        return f"{int(counted.sum())}{_bracket(interval, total, int(counted.sum()))}"
 
-    changed = count(lambda one: one.fork is not None)
+    changed = count("content", "clear", "reworded")
     if changed == "0":
         return f"All {total} answers are worded as before."
-    clear, content = count(parts_clearly), count(lambda one: one.change == "content")
-    parts = [f"Of {total} answers {changed} {_one(changed, 'is', 'are')} worded differently"]
-    clearly = f"{clear} {_one(clear, 'changes', 'change')} clearly, not at a near tie"
-    parts.append("none of them clearly" if clear == "0" else clearly)
-    if content != "0":
-        parts.append(f"{content} {_one(content, 'says', 'say')} something else")
-    return f"{', '.join(parts)}."
+    counts = {change: count(change) for change in WORDS}
+    parts = [f"{n} {_one(n, *WORDS[change][:2])} {WORDS[change][2]}" for change, n in counts.items() if n != "0"]
+    return f"Of {total} answers {changed} {_one(changed, 'is', 'are')} worded differently: {', '.join(parts)}."
 
 
 def _one(count: str, one: str, more: str) -> str:

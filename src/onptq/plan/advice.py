@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onptq.checkpoint.serving import ADA, AMPERE, BLACKWELL, HOPPER, VLLM, Served, serve_command, serving
+from onptq.checkpoint.exportable import check_cached, check_exportable, check_groups, output_bytes
+from onptq.checkpoint.served import ADA, AMPERE, BLACKWELL, HOPPER, Served
+from onptq.checkpoint.served_by_sglang import SGLANG
+from onptq.checkpoint.served_by_vllm import VLLM
+from onptq.checkpoint.serving import serve_command, serving
 from onptq.checkpoint.source import Source, find_source
-from onptq.checkpoint.write import check_cached, check_exportable, check_groups, output_bytes
 from onptq.errors import OnPTQError, did_you_mean
 from onptq.plan.machine import GPUS
 from onptq.plan.parts import OTHER_MODELS, Parts, find_parts
 from onptq.plan.planning import local_folder
 from onptq.schemes import E4M3, NAMED, UNQUANTIZED_BITS, Scheme
 
+SERVERS = (VLLM, SGLANG)
 SHARE = 0.9  # of the memory for weights and KV cache; the rest is left to activations and to the server itself
 CONTEXT = 8192  # tokens in the KV cache, of all requests together
 GENERATIONS = {"ampere": AMPERE, "ada": ADA, "hopper": HOPPER, "blackwell": BLACKWELL}
@@ -63,6 +67,7 @@ class Choice:
 
     scheme: Scheme
     row: Served
+    also: tuple[Served, ...]  # ways of other servers on the same GPU
     reason: str
     bits: float  # of a quantized weight, its share of the scales included
     weight_bytes: int | None = None  # of what the server loads; None without a model
@@ -77,8 +82,9 @@ class Choice:
             "weight_bytes": self.weight_bytes,
             "cache_bytes": self.cache_bytes,
             "reason": self.reason,
-            "command": serve_command("FOLDER", self.row.switch),
+            "command": serve_command("FOLDER", self.row),
             **asdict(self.row),
+            "also": [asdict(row) | {"command": serve_command("FOLDER", row)} for row in self.also],
         }
 
 
@@ -127,12 +133,12 @@ def advise(gpu: str, memory: float | None = None, model: str | Path | None = Non
     choices: list[Choice] = []
     left_out: list[LeftOut] = []
     for scheme in map(Scheme.parse, CANDIDATES):
-        row = _serves(scheme, target.generation)
-        why = _unserved(scheme, target.generation) if row is None else sizes.refusal(scheme) if sizes else None
-        if row is None or why is not None:
-            left_out.append(LeftOut(scheme, why or ""))
+        rows = _serve(scheme, target.generation)
+        why = (sizes.refusal(scheme) if sizes else None) if rows else _unserved(scheme, target.generation)
+        if why is not None:
+            left_out.append(LeftOut(scheme, why))
         else:
-            choices += _choices(scheme, row, target, sizes)
+            choices += _choices(scheme, rows, target, sizes)
     order = [name for name, _ in RULES[target.generation]]
 
     def rank(choice: Choice) -> tuple[bool, bool, int, float]:
@@ -162,18 +168,15 @@ class _Sizes:
     """The bytes of a checkpoint under each scheme, as far as a server loads it, and of its KV cache."""
 
     def __init__(self, source: Source, context: int) -> None:
-        family = source.family
-        self.other_models = family.other_models
-        self.checkpoint, self.decoder = check_exportable(
-            source.folder, (*family.ignore, *family.other_models), family.linears
-        )
+        check_exportable(source)
+        self.source = source
         parts: Parts = find_parts(source, Scheme.parse(CANDIDATES[0]))
         self.unloaded = sum(part.bytes for part in parts.parts if part.name == OTHER_MODELS)
         shapes = parts.shapes
         self.cache_bytes = context * shapes.layers * 2 * shapes.kv * UNQUANTIZED_BITS // 8
 
     def weights(self, scheme: Scheme) -> int:
-        return output_bytes(self.checkpoint, self.decoder, scheme) - self.unloaded
+        return output_bytes(self.source, scheme) - self.unloaded
 
     def cache(self, scheme: Scheme) -> int:
         return self.cache_bytes // 2 if scheme.quantizes_cache else self.cache_bytes
@@ -181,44 +184,48 @@ class _Sizes:
     def refusal(self, scheme: Scheme) -> str | None:
         """Why the model cannot be written in a scheme; None where it can."""
         try:
-            check_groups(self.checkpoint, self.decoder, scheme)
-            check_cached(self.checkpoint, scheme, self.other_models)
+            check_groups(self.source, scheme)
+            check_cached(self.source, scheme)
         except OnPTQError as error:
             return str(error)
         return None
 
 
-def _choices(scheme: Scheme, row: Served, target: Target, sizes: _Sizes | None) -> Iterator[Choice]:
+def _choices(scheme: Scheme, rows: Sequence[Served], target: Target, sizes: _Sizes | None) -> Iterator[Choice]:
     """The scheme; where it does not fit, also with a KV cache of 8 bits if that makes it fit."""
-    choice = _choice(scheme, row, target, sizes)
+    choice = _choice(scheme, rows, target, sizes)
     yield choice
     smaller = replace(scheme, cache_floats=E4M3)
-    served = _serves(smaller, target.generation)
-    if choice.fits is False and sizes is not None and served is not None and sizes.refusal(smaller) is None:
+    served = _serve(smaller, target.generation)
+    if choice.fits is False and sizes is not None and served and sizes.refusal(smaller) is None:
         smaller_choice = _choice(smaller, served, target, sizes)
         if smaller_choice.fits:
             yield replace(smaller_choice, reason=f"{choice.reason}; a KV cache of 8 bits makes it fit")
 
 
-def _choice(scheme: Scheme, row: Served, target: Target, sizes: _Sizes | None) -> Choice:
+def _choice(scheme: Scheme, rows: Sequence[Served], target: Target, sizes: _Sizes | None) -> Choice:
+    row, *also = rows
     reason = dict(RULES[target.generation]).get(str(scheme.of_linears), NO_RULE)
-    choice = Choice(scheme, row, reason, scheme.bits_per_weight)
+    choice = Choice(scheme, row, tuple(also), reason, scheme.bits_per_weight)
     if sizes is None or target.gib is None:
         return choice
     weights, cache = sizes.weights(scheme), sizes.cache(scheme)
     fits = weights + cache <= SHARE * target.gib * 2**30
-    return Choice(scheme, row, reason, scheme.bits_per_weight, weights, cache, fits)
+    return replace(choice, weight_bytes=weights, cache_bytes=cache, fits=fits)
 
 
-def _rows(scheme: Scheme, generation: str) -> Iterator[Served]:
-    return (row for row in serving(scheme) if (row.server, row.hardware) == (VLLM, generation))
+def _rows(scheme: Scheme, generation: str) -> list[list[Served]]:
+    """The ways of each server on that GPU, its default first."""
+    every = [row for row in serving(scheme) if row.hardware == generation]
+    return [[row for row in every if row.server == server] for server in SERVERS]
 
 
-def _serves(scheme: Scheme, generation: str) -> Served | None:
-    """The first way in which the GPU serves a scheme, which for several is the server's default."""
-    return next((row for row in _rows(scheme, generation) if row.verdict == "serves"), None)
+def _serve(scheme: Scheme, generation: str) -> list[Served]:
+    """The first way of each server in which the GPU serves a scheme."""
+    first = (next((row for row in rows if row.verdict == "serves"), None) for rows in _rows(scheme, generation))
+    return [row for row in first if row is not None]
 
 
 def _unserved(scheme: Scheme, generation: str) -> str:
-    row = next(_rows(scheme, generation))
-    return f"{row.server} {row.verdict}: {row.note} ({row.evidence})"
+    first = [rows[0] for rows in _rows(scheme, generation)]
+    return "; ".join(f"{row.server} {row.verdict}: {row.note} ({row.evidence})" for row in first)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from onptq.checkpoint.serving import ADA, AMPERE, BLACKWELL, HOPPER
+from onptq.checkpoint.served import ADA, AMPERE, BLACKWELL, HOPPER
 from onptq.checkpoint.source import DTYPES, choose_device, choose_dtype
 from onptq.engine.memory import free_memory, host_free
 from onptq.errors import OnPTQError, did_you_mean

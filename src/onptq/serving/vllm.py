@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from onptq.checkpoint.serving import ADA, AMPERE, BLACKWELL, CPU, CPU_AMX, HOPPER, VLLM, Served, recommended, serving
+from onptq.checkpoint.served import ADA, AMPERE, BLACKWELL, CPU, CPU_AMX, HOPPER, Served
+from onptq.checkpoint.served_by_vllm import VLLM
+from onptq.checkpoint.serving import recommended, serving
 from onptq.errors import OnPTQError
 from onptq.schemes import Scheme
 from onptq.serving.client import parsed
@@ -173,6 +175,11 @@ def cpu_dtype(scheme: Scheme | None, flags: Set[str]) -> str:
         return "float32"
     if "amx_tile" in flags:
         return "bfloat16"
-    if scheme.weight_bits == 8:
+    if not has_4_bits(scheme):
         return "float32"
     return "float16" if scheme.activation_bits == 16 else "bfloat16"
+
+
+def has_4_bits(scheme: Scheme) -> bool:
+    """Whether the weights of any linear have 4 bits."""
+    return any(part.weight_bits == 4 for part in scheme.parts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from onptq.checkpoint.serving import SWITCH, VLLM, serving
+from onptq.checkpoint.served_by_vllm import SWITCH, VLLM
+from onptq.checkpoint.serving import serving
 from onptq.errors import OnPTQError
 from onptq.schemes import Scheme
 from onptq_vllm.bench.paper import PAPER
