@@ -31,7 +31,7 @@ from onptq.cycle.expert_tokens import cold_warning, expert_summary
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle, bank_figures
 from onptq.cycle.served import ServedPolicy
-from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_prompts
+from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts, write_run_prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.engine.agreement import check_agreement
@@ -41,10 +41,9 @@ from onptq.engine.prompts import EncodedPrompts
 from onptq.errors import OnPTQError
 from onptq.evaluate.details import LIGHT, check_level
 from onptq.evaluate.guard import keep_better
-from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
 from onptq.evaluate.previews import keep_previews
-from onptq.evaluate.round_details import RoundDetails
+from onptq.evaluate.run_details import RoundDetails, keep_details
 from onptq.evaluate.store import write_tokens
 from onptq.files import file_sha256
 from onptq.methods.experts import check_method
@@ -383,7 +382,7 @@ def encode_prompts(
         run.write_json(job.prompts.skipped, SKIPPED)
     if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
-            write_prompts(job.prompts, encoded.ids, path)
+            write_run_prompts(job.prompts, encoded.ids, path)
     if run.ranks.is_first:
         keep_previews(run, [*job.prompts.holdout, *job.prompts.calibration], detail)
     count = len(job.prompts.calibration)

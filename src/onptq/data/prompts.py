@@ -55,6 +55,11 @@ class Prompt:
         reference = self.extra.get("reference")
         return reference if isinstance(reference, str) else None
 
+    @property
+    def measure(self) -> str | None:
+        """How its answers are graded, where it is an item of a comparison."""
+        return self.extra.get("measure")
+
     def __str__(self) -> str:
         return f"prompt {self.id!r} ({self.place})" if self.place else f"prompt {self.id!r}"
 

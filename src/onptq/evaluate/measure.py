@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
-from onptq.bank import MISMATCH, States, Trajectory, read_trajectories, write_trajectories
+from onptq.bank import States, Trajectory, read_trajectories, write_trajectories
 from onptq.checkpoint.load import load_reader
 from onptq.checkpoint.source import open_checkpoint
-from onptq.cycle.branch import branch
 from onptq.cycle.compare import compare as compare_states
 from onptq.cycle.follow import follow
 from onptq.engine.prefixes import Prefixes
@@ -25,8 +22,8 @@ from onptq.evaluate.candidates import (
     RunCandidate,
     folder_name,
 )
-from onptq.evaluate.critical import HORIZON, joint_critical, margins_on
-from onptq.evaluate.details import Futures, keeps, likeliest, scored, worth_keeping, write_details
+from onptq.evaluate.critical import joint_critical, margins_on
+from onptq.evaluate.details import Futures, branch_mismatches, keeps, likeliest, scored, worth_keeping, write_details
 from onptq.evaluate.session import Session
 from onptq.evaluate.store import (
     ANSWERS,
@@ -133,10 +130,12 @@ def _measure_behaviour(session: Session, name: str, model: Prefixes | None = Non
             write_trajectories(rollouts, path)
         with run.writing(*path_of(name, STATES)) as path:
             states.write(path)
-    kept = keeps(run.file(*path_of(name, DETAILS)), session.recipe.report.detail)
-    if (damage and not run.has(*path_of(name, MISMATCHES))) or not kept:
-        branched, futures = _branch_mismatches(session, name)
-        if not kept:
+    detailed = keeps(run.file(*path_of(name, DETAILS)), session.recipe.report.detail)
+    if (damage and not run.has(*path_of(name, MISMATCHES))) or not detailed:
+        states = read_file(run, States.read, *path_of(name, STATES))
+        rollouts = read_file(run, read_trajectories, *path_of(name, ROLLOUTS))
+        branched, futures = branch_mismatches(session.prefixes(), rollouts, states, session.reporter, name)
+        if not detailed:
             _keep_details(session, name, branched, futures, model)
         if not run.has(*path_of(name, MISMATCHES)):
             with run.writing(*path_of(name, MISMATCHES)) as path:
@@ -160,30 +159,6 @@ def _compare(session: Session, name: str, phase: str, rollouts: Sequence[Traject
             raise OnPTQError(f"{name}: {error}") from error
 
 
-def _branch_mismatches(session: Session, name: str) -> tuple[States, Futures]:
-    """The mismatches with their consequence and their futures, both tokens continued by the dense model.
-
-    The forced tokens count as one more state: a closed answer ends after its letter, and nothing else of it would be counted.
-    """
-    run = session.run
-    states = read_file(run, States.read, *path_of(name, STATES))
-    mismatches = states.take(np.flatnonzero(states.kind == MISMATCH))
-    rollouts = read_file(run, read_trajectories, *path_of(name, ROLLOUTS))
-    futures = Futures(mismatches, session.policy().eos)
-    with session.reporter.phase(f"Branch {name}", total=len(mismatches), unit="mismatches") as bar:
-        branched = branch(
-            session.prefixes(),
-            rollouts,
-            mismatches,
-            horizon=HORIZON,
-            side="D",
-            count_forced=True,
-            seen=futures.see,
-            advance=bar.advance,
-        )
-    return branched, futures
-
-
 def _keep_details(session: Session, name: str, mismatches: States, futures: Futures, model: Prefixes | None) -> None:
     """Commit the likeliest tokens of the states that the recipe wants to keep, with the futures."""
     run, level = session.run, session.recipe.report.detail
@@ -193,7 +168,7 @@ def _keep_details(session: Session, name: str, mismatches: States, futures: Futu
     with session.reporter.phase(f"Details {name}", total=len(chosen), unit="states") as bar:
         details = likeliest(session.prefixes(), rollouts, chosen, quantized=model, advance=bar.advance)
     with run.writing(*path_of(name, DETAILS)) as path:
-        write_details(chosen, details, futures.found, level, path)
+        write_details(chosen, details, futures.by_state, level, path)
 
 
 def _attribute(session: Session, name: str) -> None:

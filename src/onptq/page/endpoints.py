@@ -13,11 +13,11 @@ import numpy as np
 
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.evaluate.asked import Asked
 from onptq.evaluate.metrics import BEHAVIOUR, DAMAGE, PROMPTS
 from onptq.evaluate.statistics import Measure as Ratio
 from onptq.evaluate.statistics import Part, Resampler
 from onptq.page.chat_server import TIMEOUT, TOP_LOGPROBS, ChatServer, Reply
+from onptq.page.collect import kinds_of
 from onptq.page.contract import Answer, Candidate, Figure, Measure, Page, Question, Response
 from onptq.page.endpoint_states import Tokens, pieces_of, respond, spoken
 from onptq.page.media import Album
@@ -122,7 +122,7 @@ def page_of_servers(
         candidates.append(_candidate(endpoint, servers[place], responses, bool(silent), resampler))
     album = Album()
     questions = [
-        _question(Asked.of_prompt(prompt), answer, album, badness_of_prompt(place, candidates))
+        _question(prompt, answer, album, badness_of_prompt(place, candidates))
         for place, (prompt, answer) in enumerate(zip(prompts, said[0], strict=True))
     ]
     others = names[1] if len(names) == 2 else f"{len(names) - 1} quantized models"
@@ -197,8 +197,5 @@ def _verdict_in_words(responses: Sequence[Response]) -> str:
     )
 
 
-def _question(asked: Asked, dense: Answer, album: Album, badness: float) -> Question:
-    text = any(part["type"] == "text" for message in asked.messages for part in message["content"])
-    there = (("text", text), ("image", asked.images), ("audio", asked.audios))
-    kinds = [kind for kind, some in there if some]
-    return Question(asked.id, asked.task, kinds, album.turns(asked, badness), dense, asked.reference)
+def _question(prompt: Prompt, dense: Answer, album: Album, badness: float) -> Question:
+    return Question(prompt.id, prompt.task, kinds_of(prompt), album.turns(prompt, badness), dense, prompt.reference)
