@@ -134,11 +134,11 @@ def gather_prompts(
     duplicates += len(others) - len(held)
     chosen = in_order(stratified(unique, seed)[: sizes.prompts])
     both = set() if seed is None else {prompt.ordinal for prompt in repeated(held, chosen)}
-    kept = [prompt for prompt in held if prompt.ordinal not in both]
-    if held and not kept:
+    held_out = [prompt for prompt in held if prompt.ordinal not in both]
+    if held and not held_out:
         raise OnPTQError(f"all {len(held)} held-out prompts are calibration prompts too; expected others")
     given = len(candidates) + len(others)
-    return Prompts(chosen, kept, given, tuple(bad or ()), duplicates, len(both), from_file)
+    return Prompts(chosen, held_out, given, tuple(bad or ()), duplicates, len(both), from_file)
 
 
 def _keep_usable(prompts: Sequence[Prompt], usable: Callable[[Prompt], object], bad: list[str]) -> list[Prompt]:
