@@ -13,11 +13,10 @@ check:  ## Format, lint, types, spelling, Markdown.
 	pymarkdown scan --recurse README.md CONTRIBUTING.md CHANGELOG.md docs
 
 test:  ## The fast tests: two minutes on two cores.
-	python -m pytest -m fast -n 2 --dist loadfile
+	python -m pytest -m fast -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all:  ## Every test that this machine can run, with the lines that the fast ones reach.
-	python -m pytest -m fast -n 2 --dist loadfile --cov --cov-report=term:skip-covered
-	python -m pytest -m "not fast" -n 2 --dist loadfile
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered
 
 docs:  ## Build the documentation site into site/.
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict

@@ -92,10 +92,11 @@ class Floors:
         return self.work.recipe.rounds + 1
 
     def decoder(self, tokens: float, forwards: float, keys: float) -> Floor:
-        """`tokens` in `forwards` reads of the weights, each token seeing `keys` others."""
+        """`tokens` in `forwards` reads of the weights, each token seeing `keys` others; of experts those of one token."""
         shapes = self.shapes
-        flops = tokens * (2 * shapes.linears + 4 * shapes.query * keys * shapes.layers)
-        return Floor(flops, forwards * shapes.linears * self.compute)
+        met = shapes.linears * shapes.active / shapes.block
+        flops = tokens * (2 * met + 4 * shapes.query * keys * shapes.layers)
+        return Floor(flops, forwards * met * self.compute)
 
     def head(self, states: float, forwards: float = 1) -> Floor:
         size = self.shapes.vocabulary * self.shapes.hidden

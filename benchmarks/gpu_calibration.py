@@ -58,7 +58,9 @@ TINY_BASE = {"prompts": 3, "tokens": 6, "horizon": 2, "media_tokens": 12, "layer
 
 def tiny_shape(shape: Published) -> Published:
     """The same family, small enough for a CPU and a test."""
-    dims = replace(shape.dims, layers=1, hidden=64, ffn=128, heads=2, kv_heads=1, vocab=512, context=4096)
+    dims = replace(shape.dims, layers=1, hidden=64, ffn=128, heads=2, kv_heads=1, vocab=512, context=4096, width=None)
+    if dims.experts:
+        dims = replace(dims, experts=4, active=2, expert_ffn=64)
     return Published(shape.family, dims, RANDOM_TOWERS, (28 * 28, 512 * 512))
 
 

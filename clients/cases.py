@@ -50,12 +50,17 @@ class Case:
 
     def dtype(self, flags: Set[str]) -> str:
         """The most exact type that vLLM's kernel takes on a CPU with these flags."""
-        return cpu_dtype(self.scheme, flags)
+        return "float32" if self.emulated else cpu_dtype(self.scheme, flags)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether vLLM's emulation computes it, in any type."""
+        return self.scheme is not None and self.scheme.kind == "NVFP4"
 
     def limit(self, flags: Set[str]) -> float:
         """In bfloat16 even a dense model differs from float32 by up to 0.08. Servers round activations with other
         scales than ours: in W8A8 absmax / 127 instead of absmax / 127.5."""
-        if self.scheme is None:
+        if self.scheme is None or self.emulated:
             return EXACT
         rounded = self.scheme.quantizes_cache or any(part.quantizes_activations for part in self.scheme.parts)
         return CLOSE if rounded or self.dtype(flags) == "bfloat16" else EXACT
@@ -66,7 +71,7 @@ class Case:
         one that takes its emulation."""
         if self.scheme is None or not has_4_bits(self.scheme):
             return {}
-        if self.scheme.kind == "NVFP4":
+        if self.emulated:
             return {"PYTHONPATH": str(EMULATED)}
         return {"VLLM_CPU_INT4_W4A8": "1" if self.scheme.activation_bits == 8 else "0"}
 

@@ -1,7 +1,8 @@
-"""The server's own virtual environment."""
+"""The server's own virtual environment. `python clients/environment.py FOLDER` makes it where it is not there yet."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from onptq.harness.environment import MARK, Environment
@@ -16,3 +17,7 @@ __all__ = ["MARK", "server_environment"]
 
 def server_environment(folder: Path) -> Environment:
     return Environment(folder, HERE / "requirements.txt", HERE / "torchvision_on_cpu.py", UNWANTED)
+
+
+if __name__ == "__main__":
+    server_environment(Path(sys.argv[1]).absolute()).make()

@@ -14,13 +14,12 @@ from functools import cached_property
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from conftest import Tiny, encode_one
 from torch import Tensor
 
 from onptq.bank import Trajectory
-from onptq.checkpoint.load import load_model
-from onptq.data.manifest import load_manifest
 from onptq.methods.rtn import rtn
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.language_model import Side
@@ -29,10 +28,16 @@ from onptq.quantizer import numerics
 from onptq.quantizer.numerics import FakeQuantize, fake_quantize_activations
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
-from onptq.schemes import Scheme
 
 WEIGHT_ONLY, WITH_ACTIVATIONS = ("W4A16", torch.float32), ("W4A8", torch.float64)
 EXACT = (WEIGHT_ONLY, WITH_ACTIVATIONS)  # schemes with a dtype in which two orders of summation give the same tokens
+
+
+def scenes(families: Sequence[str]) -> pytest.MarkDecorator:
+    """Parameters `family`, `scheme` and `dtype`: the first family in both exact schemes, each further one in one of them."""
+    further = [(family, *EXACT[place % 2]) for place, family in enumerate(families[1:])]
+    cases = [*((families[0], *exact) for exact in EXACT), *further]
+    return pytest.mark.parametrize(("family", "scheme", "dtype"), cases, ids=[f"{one[0]}-{one[1]}" for one in cases])
 
 
 @contextmanager
@@ -213,8 +218,7 @@ def decoder_forwards(policy: Policy) -> Iterator[list[tuple[Side, int]]]:
 
 
 def make_policy(tiny: Tiny, scheme: str, dtype: torch.dtype, eos: Collection[int] = ()) -> Policy:
-    model = load_model(tiny.source, dtype, torch.device("cpu"))
-    return Policy(model, Scheme.parse(scheme), storage=tiny.source.storage(), eos=tuple(eos))
+    return tiny.policy(scheme, dtype, eos)
 
 
 def random_theta(policy: Policy, seed: int = 0) -> Theta:
@@ -254,8 +258,7 @@ class Scene:
 
     @cached_property
     def inputs(self) -> Mapping[int, ModelInputs]:
-        prompts = load_manifest(self.tiny.manifest)
-        return {ordinal: self.tiny.processor(prompts[ordinal]) for ordinal in self.ordinals}
+        return {ordinal: self.tiny.inputs(ordinal) for ordinal in self.ordinals}
 
     def encoded(self, policy: Policy) -> list[EncodedPrompt]:
         return [encode_one(policy, one, ordinal) for ordinal, one in self.inputs.items()]

@@ -49,7 +49,14 @@ def test_a_file_shows_that_a_long_phase_has_begun_and_of_a_short_one_only_its_en
 def test_branch_is_a_phase_only_where_something_is_branched(
     small: Path, tmp_path: Path, method: str, gamma: float, branches: bool
 ) -> None:
-    changes = {"method": method, "calibrate.gamma": gamma, "scheme": "W3A8", "rounds": 1, "calibrate.epochs": 1}
+    changes = {
+        "method": method,
+        "calibrate.gamma": gamma,
+        "scheme": "W3A8",
+        "rounds": 1,
+        "init": "rtn",
+        "calibrate.epochs": 1,
+    }
     recipe = Recipe.preset("light", changes | {"data.prompts": 3, "data.holdout": 1, "follow.max_tokens": 6})
     onptq.quantize(small, tmp_path / "out", calibration=small / "prompts.jsonl", recipe=recipe, verify=False)
     events = map(json.loads, (run_home(tmp_path / "out") / "log.jsonl").read_text().splitlines())

@@ -109,7 +109,9 @@ class Plan:
 
     def score_command(self, preset: str, items: int, prompts: int) -> list[str]:
         """`onptq compare` of our methods on the same calibration prompts and of every peer's checkpoint."""
-        ours = [*(f"{method}:{self.scheme}@{preset}" for method in OURS), f"onptq:{self.scheme}@best"]
+        ours = [f"{method}:{self.scheme}@{preset}" for method in OURS]
+        if preset == "default":
+            ours.append(f"onptq:{self.scheme}@best")
         theirs = [f"{PEERS[peer].named(peer)}={self.checkpoint(peer)}" for peer in self.peers]
         out = self.out / str(self.scheme) / "compared"
         counts = ["--items", str(items), "--prompts", str(prompts)]

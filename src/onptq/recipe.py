@@ -109,7 +109,7 @@ def _registered(name: str, registry: Registry[Any]) -> str:
 class DataConfig(Config):
     """Data: the numbers of calibration and held-out prompts."""
 
-    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512, "special_tokens": "refuse"}
+    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512, "special_tokens": "refuse", "expand": False}
 
     prompts: StrictInt = Field(default=512, ge=1, description="calibration prompts, drawn of the manifest")
     holdout: StrictInt = Field(default=64, ge=0, description="held-out prompts that choose the best iterate")
@@ -118,6 +118,10 @@ class DataConfig(Config):
         ge=0,
         le=0.5,
         description="largest share of the manifest held out when it has no spare prompts beyond `prompts`",
+    )
+    expand: StrictBool = Field(
+        default=False,
+        description="where the manifest has fewer prompts than wanted, add questions about their images",
     )
     init_prompts: StrictInt = Field(
         default=512, ge=1, description="most calibration prompts that the base method sees; rounds see all"

@@ -43,6 +43,7 @@ RECIPE = Recipe.preset(
     "light",
     {
         "rounds": 1,
+        "init_steps": 2,
         "data.prompts": 3,
         "data.holdout": 1,
         "follow.max_tokens": 6,
@@ -508,6 +509,7 @@ def call(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_suite_and_prints_where_its_tables_are(tmp_path: Path) -> None:
     out = tmp_path / "out"
     chosen = ("--methods", "rtn", "--tasks", "answer", "--items", 4, "--prompts", 2, "--out", out)

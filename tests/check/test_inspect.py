@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,7 @@ def test_a_dense_checkpoint_is_sound(checkpoints: Checkpoints, family: str) -> N
     assert inspection.description.unchecked is None, "names and shapes were held against the model"
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize(("family", "scheme"), list(zip(cycle(MULTIMODAL), SCHEMES, strict=False)))
 def test_our_own_exports_are_sound(checkpoints: Checkpoints, family: str, scheme: str) -> None:
     inspection = inspect_folder(checkpoints.exported(family, scheme))
     assert inspection.findings == ()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from onptq.check.reload import check_modules
 from onptq.checkpoint.load import load_model
 from onptq.checkpoint.source import open_checkpoint
 from onptq.checkpoint.write import write_checkpoint
-from onptq.data.manifest import load_manifest
 from onptq.methods.rtn import rtn
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
@@ -29,25 +27,20 @@ RICH = 2  # a prompt with a picture, and for Omni with a sound too
 RESPONSE = (5, 60, 200, 7, 91, 313)
 
 
-def every_case(schemes: Iterable[str], in_bfloat16: Iterable[str]) -> list[Any]:
-    cases = [(scheme, torch.float32) for scheme in schemes] + [(scheme, torch.bfloat16) for scheme in in_bfloat16]
-    return [pytest.param(scheme, dtype, id=f"{scheme}-{str(dtype)[6:]}") for scheme, dtype in cases]
+DTYPES = (torch.float32, torch.bfloat16)
+# Every family in W4A8, and every scheme, every named format and both types of numbers in some family.
+CASES = [(family, "W4A8", torch.float32) for family in MULTIMODAL]
+CASES += [(MULTIMODAL[at % 3], scheme, DTYPES[(at + 1) % 2]) for at, scheme in enumerate(SCHEMES)]
+CASES += [("qwen2.5-vl", scheme, DTYPES[at % 2]) for at, scheme in enumerate(NAMED)]
+CASES += [("qwen2.5-vl", "NVFP4", torch.bfloat16)]
 
 
 def export(tiny: Tiny, policy: Policy, theta: Theta, out: Path) -> nn.Module:
     """As the job does: fold, write, reload."""
     policy.freeze(theta)
-    family = tiny.source.family
-    write_checkpoint(
-        tiny.source.folder,
-        out,
-        policy.folded(),
-        policy.scheme,
-        ignore=family.ignore,
-        other_models=family.other_models,
-    )
+    write_checkpoint(tiny.source, out, policy.folded(), policy.scheme)
     model = load_model(open_checkpoint(str(out)), policy.dtype)
-    check_modules(model, family.ignore)
+    check_modules(model, tiny.source.family.ignore)
     return model
 
 
@@ -57,22 +50,14 @@ def logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), every_case(NAMED, NAMED))
-def test_floats_are_reloaded_as_exactly(
-    tiny: Callable[[str], Tiny], scheme: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    test_the_reloaded_checkpoint_gives_the_training_graph_s_logits(tiny, "qwen2.5-vl", scheme, dtype, tmp_path)
-
-
-@pytest.mark.parametrize(("scheme", "dtype"), every_case(SCHEMES, ("W4A16", "W4A8")))
-@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize(("family", "scheme", "dtype"), CASES)
 def test_the_reloaded_checkpoint_gives_the_training_graph_s_logits(
     tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     checkpoint = tiny(family)
     policy = make_policy(checkpoint, scheme, dtype)
     assert policy.storage == torch.bfloat16
-    prompt = checkpoint.processor(load_manifest(checkpoint.manifest)[RICH])
+    prompt = checkpoint.inputs(RICH)
     assert {1, 2} & set(prompt.modality.tolist()) == ({1, 2} if family == "qwen2.5-omni" else {1})
     inputs = [extended(prompt, RESPONSE[:count]) for count in (0, len(RESPONSE))]
 
@@ -91,8 +76,7 @@ def test_the_reloaded_checkpoint_gives_the_training_graph_s_logits(
     assert not torch.equal(dense, graph[-1]), "Q must differ from D, or the comparison shows nothing"
 
 
-@pytest.mark.parametrize("scheme", ["W4A8", "W4A16-g128-asym"])
-@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize(("family", "scheme"), list(zip(MULTIMODAL, ("W4A8", "W4A16-g128-asym", "W8A8"), strict=True)))
 def test_the_exported_graph_is_that_of_plain_rounding(
     tiny: Callable[[str], Tiny], family: str, scheme: str, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ VL = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGen
 HOSTILE = "x```\n<script>alert(1)</script>[a](javascript:b)*_|#"
 CHANGES: dict[str, Any] = {
     "rounds": 1,
+    "init_steps": 4,
     "data.prompts": 3,
     "data.holdout": 2,
     "follow.max_tokens": 5,

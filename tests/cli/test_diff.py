@@ -144,6 +144,7 @@ def test_quiet_prints_nothing(compared: tuple[Path, Any], small: Path, checkpoin
     assert (done.exit_code, done.output) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_whether_too_many_answers_changed_clearly(
     compared: tuple[Path, Any], small: Path, checkpoint: Path
 ) -> None:

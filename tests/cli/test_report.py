@@ -7,11 +7,12 @@ import gzip
 import json
 import re
 import shutil
-import subprocess
-import sys
 import urllib.error
 import urllib.request
+from http.server import HTTPServer
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 import onptq
 from onptq.bank import read_trajectories
-from onptq.cli import app
+from onptq.cli import app, view
 from onptq.errors import OnPTQError
 
 COMMON = ("--tasks", "none", "--prompts", "4", "--set", "follow.max_tokens=4")
@@ -94,6 +95,7 @@ def test_the_page_goes_where_it_is_wanted(compared: Path, tmp_path: Path) -> Non
     assert json.loads(line)["result"]["page"] == str(out) if "result" in json.loads(line) else str(out) in line
 
 
+@pytest.mark.slow
 def test_results_on_the_same_prompts_are_shown_side_by_side(compared: Path, small: Path, tmp_path: Path) -> None:
     second, out = tmp_path / "second", tmp_path / "both.html"
     assert compare(small, second, "rtn:W4A8", "rtn:W8A8").exit_code == 0
@@ -115,6 +117,7 @@ def test_a_page_of_several_does_not_replace_another_one(
     assert (tmp_path / "page.html").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_results_on_other_prompts_are_refused(compared: Path, quantized: Path, small: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert compare(small, other, "rtn:W4A8", "--prompts", 3).exit_code == 0
@@ -269,13 +272,21 @@ def test_view_opens_the_page_and_builds_it_first(
     assert "--serve" in without.stderr
 
 
-def test_view_serves_the_page_alone_on_the_loopback_address(compared: Path) -> None:
-    code = "from onptq.cli import main; import sys; sys.argv = ['onptq', 'view', sys.argv[1], '--serve']; main()"
-    command = [sys.executable, "-u", "-c", code, str(compared)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def test_view_serves_the_page_alone_on_the_loopback_address(compared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls: Queue[str] = Queue()
+    servers: list[HTTPServer] = []
+
+    class Server(HTTPServer):
+        def serve_forever(self, poll_interval: float = 0.01) -> None:
+            servers.append(self)
+            super().serve_forever(poll_interval)
+
+    monkeypatch.setattr(view, "HTTPServer", Server)
+    monkeypatch.setattr(view.typer, "echo", urls.put)
+    serving = Thread(target=view.view, args=(compared, True, 0))
+    serving.start()
     try:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
+        url = urls.get(timeout=20)
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", url)
         with urllib.request.urlopen(url, timeout=20) as answer:
             assert answer.read() == (compared / "page.html").read_bytes()
@@ -284,8 +295,8 @@ def test_view_serves_the_page_alone_on_the_loopback_address(compared: Path) -> N
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(url + path, timeout=20)
     finally:
-        process.terminate()
-        process.wait(20)
+        servers[0].shutdown()
+        serving.join(20)
 
 
 def test_every_picture_of_the_page_is_written(compared: Path, tmp_path: Path) -> None:

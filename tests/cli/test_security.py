@@ -196,19 +196,45 @@ def test_tensors_that_no_reader_opens_are_a_defect(name: str, model: Path, tmp_p
 # --- limits of a shell and private files ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_limit_of_open_files_is_named_and_the_run_goes_on_without_it(small: Path, tmp_path: Path) -> None:
-    """All libraries are loaded before the limit holds."""
-    code = """
-import resource
+LIMITED = """
+import json, resource, sys
+from pathlib import Path
 import torch, transformers, onptq.pipeline, onptq.page.write, compressed_tensors
 from onptq.cli import main
-resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))
-main()
+held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+for kind, value, line in (
+    (resource.RLIMIT_AS, held + 2**30, sys.argv[1]),
+    (resource.RLIMIT_NOFILE, 4, sys.argv[2]),
+):
+    usual = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, usual[1]))
+    sys.argv = ["onptq", *json.loads(line)]
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code)
+    resource.setrlimit(kind, usual)
 """
-    command = [sys.executable, "-c", code, *arguments(small, tmp_path / "out")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what a process holds")
+def test_limits_of_memory_and_of_open_files_are_named_and_a_run_goes_on_without_them(
+    small: Path, model: Path, tmp_path: Path
+) -> None:
+    """All libraries are loaded before the limits hold. The weights that do not fit are a hole of 2 GiB in a file."""
+    content = (model / WEIGHTS).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header, size = json.loads(content[8:end]), len(content) - end
+    header["padding"] = {"dtype": "U8", "shape": [2**31], "data_offsets": [size, size + 2**31]}
+    text = json.dumps(header).encode()
+    (model / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+    os.truncate(model / WEIGHTS, 8 + len(text) + size + 2**31)
+    lines = [json.dumps(arguments(model, tmp_path / "large")), json.dumps(arguments(small, tmp_path / "out"))]
+    command = [sys.executable, "-c", LIMITED, *lines]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 2, done.stderr[-3000:]
+    assert done.stdout.split() == ["2", "2"], done.stderr[-3000:]
+    assert "annot allocate memory" in done.stderr or "not enough memory" in done.stderr
     assert "oo many open files" in done.stderr
     assert "Traceback" not in done.stderr
     assert call(small, tmp_path / "out").exit_code == 0

@@ -13,7 +13,16 @@ import torch
 from conftest import MULTIMODAL, Tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive import EXACT, WEIGHT_ONLY, WITH_ACTIVATIONS, Scene, decoder_forwards, deployed_rounding, scene, without_ties
+from naive import (
+    WEIGHT_ONLY,
+    WITH_ACTIVATIONS,
+    Scene,
+    decoder_forwards,
+    deployed_rounding,
+    scene,
+    scenes,
+    without_ties,
+)
 
 from onptq.bank import AGREE, States
 from onptq.cycle import branch as branching
@@ -26,7 +35,6 @@ from onptq.models.encoding import EncodedPrompt, PromptBatch
 
 LENGTHS = (3, 2, 1, 3, 2)
 HORIZON = 4
-exact = pytest.mark.parametrize(("scheme", "dtype"), EXACT, ids=lambda value: str(value).removeprefix("torch."))
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +109,7 @@ def find_stops(planted: Planted) -> frozenset[int]:
 # --- tree against naive -----------------------------------------------------------------------------------------------
 
 
-@exact
-@pytest.mark.parametrize("family", MULTIMODAL)
+@scenes(MULTIMODAL)
 def test_the_tree_gives_the_consequence_of_naive_branches(
     tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype
 ) -> None:
@@ -115,8 +122,7 @@ def test_the_tree_gives_the_consequence_of_naive_branches(
     Planted(planted.scenery, batches="one").check(HORIZON)
 
 
-@exact
-@pytest.mark.parametrize("family", MULTIMODAL)
+@scenes(MULTIMODAL)
 def test_the_tree_grows_the_tokens_of_naive_branches(
     tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype
 ) -> None:
@@ -141,8 +147,7 @@ def test_the_tree_grows_the_tokens_of_naive_branches(
     assert compared == len(planted.candidates)
 
 
-@exact
-@pytest.mark.parametrize("family", MULTIMODAL)
+@scenes(MULTIMODAL)
 def test_branches_that_end_early_count_only_their_common_valid_states(
     tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype
 ) -> None:
@@ -376,12 +381,9 @@ def test_the_forced_tokens_may_count_as_one_state_that_differs_wholly(tiny: Call
     assert np.array_equal(counted.horizon, without.horizon)
 
 
-@exact
-def test_the_dense_model_may_continue_both_tokens_itself(
-    tiny: Callable[[str], Tiny], scheme: str, dtype: torch.dtype
-) -> None:
+def test_the_dense_model_may_continue_both_tokens_itself(tiny: Callable[[str], Tiny]) -> None:
     """Only the states that are given are branched, and Q does not run at all."""
-    planted = Planted(scene(tiny("qwen2.5-vl"), scheme, dtype))
+    planted = Planted(scene(tiny("qwen2.5-vl"), *WITH_ACTIVATIONS))
     rows = np.array([row for row, *_ in planted.candidates])[::2]
     some = planted.states.take(rows)
     with decoder_forwards(planted.policy) as forwards:

@@ -8,9 +8,8 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from conftest import FAMILIES, MULTIMODAL, Tiny, encode_one
+from conftest import MULTIMODAL, Tiny, encode_one
 from naive import (
-    EXACT,
     WEIGHT_ONLY,
     WITH_ACTIVATIONS,
     Scene,
@@ -20,6 +19,7 @@ from naive import (
     next_logits,
     random_theta,
     scene,
+    scenes,
     without_ties,
 )
 
@@ -60,8 +60,7 @@ def same_columns(one: States, other: States) -> None:
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), EXACT, ids=lambda value: str(value).removeprefix("torch."))
-@pytest.mark.parametrize("family", FAMILIES)
+@scenes((*MULTIMODAL, "llama"))
 def test_every_state_is_compared_as_if_it_had_been_prefilled_alone(
     tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype
 ) -> None:
@@ -84,9 +83,9 @@ def test_every_state_is_compared_as_if_it_had_been_prefilled_alone(
         np.testing.assert_allclose(states.erosion, erosion, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", MULTIMODAL)
-def test_kinds_follow_the_decisions(tiny: Callable[[str], Tiny], family: str) -> None:
-    scenery = scene(tiny(family), *WITH_ACTIVATIONS)
+@scenes(MULTIMODAL)
+def test_kinds_follow_the_decisions(tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype) -> None:
+    scenery = scene(tiny(family), scheme, dtype)
     states = compare(prefixes_of(scenery, scenery.policy), ragged(scenery))
     changed = states.quantized != states.reference
     np.testing.assert_array_equal(states.kind == MISMATCH, changed)

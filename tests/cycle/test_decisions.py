@@ -20,7 +20,6 @@ from onptq.cycle.branch import branch, common_horizon
 from onptq.cycle.compare import compare, decide, pair_margin
 from onptq.cycle.divergence import js_divergence, kl_divergence
 from onptq.cycle.follow import follow
-from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta
@@ -200,7 +199,7 @@ class Rollout:
         if eos is not None:
             self.policy.eos = eos
         self.prompts = tiny.encode(self.policy, count)
-        self.inputs = [tiny.processor(prompt).tensors for prompt in load_manifest(tiny.manifest)[:count]]
+        self.inputs = [tiny.inputs(ordinal).tensors for ordinal in range(count)]
         self.policy.freeze(Theta.rtn(self.policy.structure.blocks, self.policy.scheme))
         self.prefixes = Prefixes(self.policy, self.prompts, max_tokens=max_tokens, batch_tokens=400)
         self.trajectories: list[Trajectory] = follow(self.prefixes)

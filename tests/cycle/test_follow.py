@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, Tiny
-from naive import EXACT, WEIGHT_ONLY, Scene, decoder_forwards, scene, without_ties
+from conftest import FAMILIES, MULTIMODAL, Tiny
+from naive import WEIGHT_ONLY, Scene, decoder_forwards, scene, scenes, without_ties
 
 from onptq.bank import Trajectory
 from onptq.checkpoint.load import load_policy
@@ -54,8 +54,7 @@ def find_stops(scenery: Scene) -> frozenset[int]:
     raise AssertionError("the rollouts are too much alike to end differently")
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), EXACT, ids=lambda value: str(value).removeprefix("torch."))
-@pytest.mark.parametrize("family", FAMILIES)
+@scenes((*MULTIMODAL, "llama"))
 def test_rollouts_are_the_naive_ones(tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype) -> None:
     scenery = scene(tiny(family), scheme, dtype)
     expected = naive_trajectories(scenery, LIMIT)
@@ -64,11 +63,11 @@ def test_rollouts_are_the_naive_ones(tiny: Callable[[str], Tiny], family: str, s
         assert follow(prefixes_of(scenery, scenery.policy, batches)) == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@scenes(MULTIMODAL)
 def test_a_rollout_ends_with_its_end_of_sequence_token_and_the_others_go_on(
-    tiny: Callable[[str], Tiny], family: str
+    tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype
 ) -> None:
-    scenery = scene(tiny(family), *WEIGHT_ONLY)
+    scenery = scene(tiny(family), scheme, dtype)
     eos = find_stops(scenery)
     expected = naive_trajectories(scenery, LIMIT, eos)
     policy = scenery.policy_with(eos)
@@ -147,12 +146,12 @@ def test_from_step_to_step_nothing_moves_in_memory(
     assert steps.written == 6
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@scenes(MULTIMODAL)
 def test_steps_that_read_all_slots_and_cannot_be_recorded_give_the_naive_rollouts(
-    tiny: Callable[[str], Tiny], family: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here there may be nothing to record with; where there is, the step asks for a number, which a recording cannot give."""
-    scenery = scene(tiny(family), *WEIGHT_ONLY)
+    scenery = scene(tiny(family), scheme, dtype)
     asked: list[int] = []
     plain = Decoding._step
 

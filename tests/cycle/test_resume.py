@@ -1,6 +1,6 @@
 """Killed at any moment, the same command continues and ends with the same bytes; anything but the same command is refused.
 
-Every run and every kill -9 here is a process of its own, forked from a server that has imported everything once.
+Every kill -9 here is of a process of its own, forked from a server that has imported everything once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 
+import onptq
 from onptq.files import file_sha256
 from onptq.progress import Bar, QuietReporter
+from onptq.recipe import Recipe
 
 SEEDS = 16  # that are tried
 TINY: dict[str, Any] = {
+    "seed": 0,
     "rounds": 2,
     "data.prompts": 4,
     "data.holdout": 2,
@@ -51,6 +54,10 @@ CHECKPOINT = {
     "config.json",
     "tokenizer.json",
 }  # where a kill among the checkpoint's files is tried
+AFTERWARDS = CHECKPOINT | {
+    "run/rounds/0/theta.safetensors",
+    "run/summary.json",
+}  # where one after the rename is tried too
 REPEATED = "run/final/"  # what rounds/0 has, written by the same lines
 SHOWN = {"run/page.html", "run/receipt.json", "run/differences.md", "run/differences.json"}  # made of all the others
 VARYING = {"run/log.jsonl", "run/summary.json", "run/SHA256SUMS"} | SHOWN  # times, and how often the run was begun
@@ -64,27 +71,31 @@ def die() -> NoReturn:
     raise AssertionError("unreachable")
 
 
-class KillingReporter(QuietReporter):
-    """Kills its process when a phase has begun, or has advanced so far."""
+def interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
-    def __init__(self, phase: str, after: int) -> None:
-        self.target, self.after = phase, after
+
+class EndingReporter(QuietReporter):
+    """Ends the run when a phase has begun, or has advanced so far."""
+
+    def __init__(self, phase: str, after: int, end: Callable[[], NoReturn]) -> None:
+        self.target, self.after, self.end = phase, after, end
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
         if name == self.target and not self.after:
-            die()
-        yield KillingBar(self.after if name == self.target else None)
+            self.end()
+        yield EndingBar(self.after if name == self.target else None, self.end)
 
 
-class KillingBar:
-    def __init__(self, after: int | None) -> None:
-        self.after, self.done = after, 0
+class EndingBar:
+    def __init__(self, after: int | None, end: Callable[[], NoReturn]) -> None:
+        self.after, self.end, self.done = after, end, 0
 
     def advance(self, n: int = 1, **info: Any) -> None:
         self.done += n
         if self.after is not None and self.done >= self.after:
-            die()
+            self.end()
 
 
 def home(out: Path) -> Path:
@@ -97,7 +108,7 @@ def label(out: Path, path: Path) -> str:
 
 
 def kill_while_writing(out: Path, survived: set[tuple[str, str]]) -> None:
-    """From now on the process dies at the first rename, before or after it, that no process before has died at."""
+    """From now on the process dies at the first rename, before it or afterwards, that no process before has died at."""
     rename = os.replace
 
     def replace(source: Any, target: Any, **options: Any) -> None:
@@ -112,7 +123,7 @@ def kill_while_writing(out: Path, survived: set[tuple[str, str]]) -> None:
                     log.write('{"time": "20')
             last_words(name, "before")
         rename(source, target, **options)
-        if (name, "after") not in survived:
+        if name in AFTERWARDS and (name, "after") not in survived:
             last_words(name, "after")
         return None
 
@@ -127,16 +138,14 @@ def kill_while_writing(out: Path, survived: set[tuple[str, str]]) -> None:
 def run_job(job: Mapping[str, Any]) -> int:
     import torch
 
-    import onptq
     from onptq.cycle import rounds
     from onptq.errors import OnPTQError
-    from onptq.recipe import Recipe
 
     torch.set_num_threads(1)  # makes torch replace the pool it lost in the fork, before several threads want it at once
     rounds.SAVE_SECONDS = job["save_seconds"]
     if job["survived"] is not None:
         kill_while_writing(Path(job["out"]), {tuple(death) for death in job["survived"]})
-    reporter = KillingReporter(*job["kill"]) if job["kill"] else None
+    reporter = EndingReporter(job["kill"][0], job["kill"][1], die) if job["kill"] else None
     try:
         onptq.quantize(
             job["model"],
@@ -201,6 +210,7 @@ class Server:
     model: Path
     process: subprocess.Popen[str]
     said: Path
+    seed: int
     done: dict[str, Path] = field(default_factory=dict)
 
     def __call__(
@@ -218,7 +228,7 @@ class Server:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         job: dict[str, Any] = {
-            "recipe": TINY | dict(changes or {}),
+            "recipe": TINY | {"seed": self.seed} | dict(changes or {}),
             "kill": kill,
             "survived": survived,
             "save_seconds": save_seconds,
@@ -255,19 +265,17 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout.readline() == "ready\n"
-        served = Server(model, process, tmp_path_factory.mktemp("server") / "said.txt")
-        choose_seed(served)
-        yield served
+        yield with_a_seed(model, process, tmp_path_factory.mktemp("server") / "said.txt")
         process.stdin.close()
 
 
-def choose_seed(server: Server) -> None:
+def with_a_seed(model: Path, process: subprocess.Popen[str], said: Path) -> Server:
     """The first whose run is worth comparing with: how long a tiny model gains by its updates depends on the CPU's last bits."""
     for seed in range(SEEDS):
-        TINY["seed"] = seed
-        server.done.clear()
+        server = Server(model, process, said, seed)
         if is_worth_comparing_with(server.reference()):
-            return
+            break
+    return server
 
 
 def is_worth_comparing_with(run: Path) -> bool:
@@ -316,7 +324,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_theta(serve
     assert {"model.safetensors", *(f"run/rounds/{k}/{n}" for k in range(2) for n in ROUND)} <= files(reference).keys()
     server.finish(tmp_path / "again")
     assert_same(tmp_path / "again", reference)
-    server.finish(tmp_path / "other", {"seed": TINY["seed"] + 1})
+    server.finish(tmp_path / "other", {"seed": server.seed + 1})
     other, same = files(tmp_path / "other"), files(reference)
     assert other["run/prompts.parquet"] != same["run/prompts.parquet"], "the seed draws the prompts too"
     assert other["run/rounds/0/theta.safetensors"] != same["run/rounds/0/theta.safetensors"]
@@ -325,6 +333,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_theta(serve
 ROUND = ("trajectories.parquet", "bank.parquet", "theta.safetensors", "holdout.parquet", "holdout_trajectories.parquet")
 
 
+@pytest.mark.slow
 def test_the_reference_is_worth_comparing_with(server: Server) -> None:
     """The rounds' thetas and states differ, or a kill could lose them unnoticed."""
     found = files(server.reference())
@@ -332,100 +341,6 @@ def test_the_reference_is_worth_comparing_with(server: Server) -> None:
     assert len(thetas) == 3
     assert found["run/rounds/0/bank.parquet"] != found["run/rounds/1/bank.parquet"]
     assert is_worth_comparing_with(server.reference())
-
-
-def in_round(k: int) -> list[tuple[str, int]]:
-    """Where a round is killed: at the end of each step, before it is committed, and at both ends and within its update."""
-    steps = [(f"{step} {k}", 1) for step in ("Follow", "Compare", "Branch", "Follow held-out", "Compare held-out")]
-    return [*steps, (f"Calibrate {k}", 0), (f"Calibrate {k}", 2), (f"Calibrate {k}", 4)]
-
-
-EVERYWHERE = [
-    ("Hash the model", 1),
-    ("Load", 1),
-    ("Encode", 2),
-    ("Initialize (mbq)", 1),
-    *in_round(1),
-    *in_round(2),
-    ("Follow held-out at the end", 1),
-    ("Compare held-out at the end", 1),
-    ("Follow held-out of D", 1),
-    ("Export", 0),
-    ("Export", 1),
-    ("Verify", 0),
-    ("Verify", 2),
-]
-UPDATE = [("Calibrate 2", 2), ("Calibrate 2", 4)]
-KILLS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], float]] = {
-    "every phase": ({}, EVERYWHERE, 0),
-    "updates that saved nothing": ({}, [("Calibrate 1", 3), ("Calibrate 2", 3)], 3600),
-    "learned codes": ({"calibrate.codes": "learned"}, UPDATE, 0),
-    "settled codes": ({"calibrate.codes": "settled"}, UPDATE, 0),
-    "static": ({"method": "static", "calibrate.gamma": 0.0}, UPDATE, 0),
-    "no refresh": ({"refresh": False, "calibrate.keep": "last"}, UPDATE, 0),
-}
-
-
-@pytest.mark.parametrize(("changes", "kills", "save_seconds"), KILLS.values(), ids=KILLS)
-@pytest.mark.slow
-def test_kill_9_in_each_phase_and_the_same_command_ends_the_same(
-    changes: dict[str, Any], kills: list[tuple[str, int]], save_seconds: float, server: Server, tmp_path: Path
-) -> None:
-    """One run, begun again after every kill. What a step commits is never written again, so any damage is there at the end."""
-    run = tmp_path / "run"
-    options: dict[str, Any] = {"save_seconds": save_seconds, "verify": kills is EVERYWHERE}
-    for kill in kills:
-        assert server(run, changes, kill=kill, **options) == -signal.SIGKILL, (kill, server.said.read_text())
-        assert not (home(run) / "summary.json").exists()
-        if kill in UPDATE:
-            assert (home(run) / "rounds/1/.calibrate.safetensors").exists()
-        elif save_seconds:
-            assert not list(home(run).rglob(".calibrate.safetensors"))
-    server.finish(run, changes, **options)
-    assert_same(run, server.reference(changes))
-    verification = json.loads((home(run) / "summary.json").read_text()).get("verification")
-    assert (verification is None) != options["verify"]
-    assert verification is None or verification["max_abs_difference"] == 0.0
-
-
-@pytest.mark.slow
-def test_one_kill_in_the_second_round_and_nothing_else(server: Server, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert server(run, kill=("Branch 2", 1), save_seconds=20) == -signal.SIGKILL
-    server.finish(run, save_seconds=20)
-    assert_same(run, server.reference())
-
-
-@pytest.mark.slow
-def test_kill_9_before_and_after_every_single_rename(server: Server, tmp_path: Path) -> None:
-    """Each process dies with a half-written file, or just after a whole one; the checkpoint's own files are among them."""
-    run, deaths = tmp_path / "run", tmp_path / "run.deaths"
-    changes = {"rounds": 1}
-    survived: list[Any] = []
-    while (status := server(run, changes, survived=survived)) != 0:
-        assert status == -signal.SIGKILL, server.said.read_text()
-        survived = [json.loads(line) for line in deaths.read_text().splitlines()]
-        if (run / "config.json").exists():
-            json.loads((run / "config.json").read_text())  # never half a file
-    died_at = {name for name, _ in survived}
-    assert len(survived) == 2 * len(died_at)
-    expected = {f"run/{name}" for name in ("recipe.yaml", "prompts.parquet", "init.safetensors", "summary.json")}
-    expected |= {f"run/rounds/0/{name}" for name in (*ROUND, ".compared.parquet", ".calibrate.safetensors")}
-    assert died_at >= expected | CHECKPOINT
-    assert_same(run, server.reference(changes))
-
-
-@pytest.mark.slow
-def test_the_log_tells_of_every_beginning_and_survives_torn_lines(server: Server, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert server(run, kill=("Compare 1", 1)) == -signal.SIGKILL
-    with (home(run) / "log.jsonl").open("a") as log:
-        log.write('{"time": "20')
-    server.finish(run)
-    events = [json.loads(line) for line in (home(run) / "log.jsonl").read_text().splitlines()]
-    assert [event["resumed"] for event in events if event["event"] == "open"] == [False, True]
-    steps = [event["step"] for event in events if event["event"] == "step" and event["round"] == 0]
-    assert steps == [1, 2, 3, 4]
 
 
 COMPUTING = ("Initialize", "Follow", "Compare", "Branch", "Calibrate")
@@ -447,6 +362,91 @@ def computed(events: list[dict[str, Any]], state: str) -> list[str]:
     return [phase for phase in phases if phase.split()[0] in COMPUTING]
 
 
+def in_round(k: int) -> list[tuple[str, int]]:
+    """Where a round is killed: at the end of each step, before it is committed, and at both ends and within its update."""
+    steps = [(f"{step} {k}", 1) for step in ("Follow", "Compare", "Branch", "Follow held-out", "Compare held-out")]
+    return [*steps, (f"Calibrate {k}", 0), (f"Calibrate {k}", 2), (f"Calibrate {k}", 4)]
+
+
+EVERYWHERE = [
+    ("Hash the model", 1),
+    ("Load", 1),
+    ("Encode", 2),
+    ("Initialize (mbq)", 1),
+    ("Follow 1", 1),
+    ("Branch 1", 1),
+    ("Calibrate 1", 2),
+    *in_round(2),
+    ("Follow held-out at the end", 1),
+    ("Compare held-out at the end", 1),
+    ("Follow held-out of D", 1),
+    ("Export", 0),
+    ("Export", 1),
+    ("Verify", 0),
+    ("Verify", 2),
+]
+UPDATE = [("Calibrate 2", 2)]
+KILLS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], float]] = {
+    "every phase": ({}, EVERYWHERE, 0),
+    "updates that saved nothing": ({}, [("Calibrate 1", 3), ("Calibrate 2", 3)], 3600),
+    "learned codes": ({"calibrate.codes": "learned"}, UPDATE, 0),
+    "settled codes": ({"calibrate.codes": "settled"}, UPDATE, 0),
+    "static": ({"method": "static", "calibrate.gamma": 0.0}, UPDATE, 0),
+    "no refresh": ({"refresh": False, "calibrate.keep": "last"}, UPDATE, 0),
+}
+
+
+@pytest.mark.parametrize(("changes", "kills", "save_seconds"), KILLS.values(), ids=KILLS)
+@pytest.mark.slow
+def test_kill_9_in_each_phase_and_the_same_command_ends_the_same(
+    changes: dict[str, Any], kills: list[tuple[str, int]], save_seconds: float, server: Server, tmp_path: Path
+) -> None:
+    """One run, begun again after every kill. What a step commits is never written again, so any damage is there at the end,
+    and never computed again."""
+    run = tmp_path / "run"
+    options: dict[str, Any] = {"save_seconds": save_seconds, "verify": kills is EVERYWHERE}
+    for kill in kills:
+        assert server(run, changes, kill=kill, **options) == -signal.SIGKILL, (kill, server.said.read_text())
+        assert not (home(run) / "summary.json").exists()
+        if kill in UPDATE:
+            assert (home(run) / "rounds/1/.calibrate.safetensors").exists()
+        elif save_seconds:
+            assert not list(home(run).rglob(".calibrate.safetensors"))
+    server.finish(run, changes, **options)
+    assert_same(run, server.reference(changes))
+    ended: set[str] = set()
+    for events in processes(run):
+        assert not ended & set(computed(events, "start"))
+        ended |= set(computed(events, "end"))
+    assert "Calibrate 2" in ended
+    verification = json.loads((home(run) / "summary.json").read_text()).get("verification")
+    assert (verification is None) != options["verify"]
+    assert verification is None or verification["max_abs_difference"] == 0.0
+
+
+@pytest.mark.slow
+def test_kill_9_within_every_single_write(server: Server, tmp_path: Path) -> None:
+    """Each process dies with a half-written file and half a line in the log, or just after some of the whole ones; the
+    checkpoint's own files are among them."""
+    run, deaths = tmp_path / "run", tmp_path / "run.deaths"
+    changes = {"rounds": 1}
+    survived: list[Any] = []
+    while (status := server(run, changes, survived=survived)) != 0:
+        assert status == -signal.SIGKILL, server.said.read_text()
+        survived = [json.loads(line) for line in deaths.read_text().splitlines()]
+        if (run / "config.json").exists():
+            json.loads((run / "config.json").read_text())  # never half a file
+    died_at = {name for name, _ in survived}
+    assert len(survived) == len(died_at) + len(AFTERWARDS)
+    expected = {f"run/{name}" for name in ("recipe.yaml", "prompts.parquet", "init.safetensors", "summary.json")}
+    expected |= {f"run/rounds/0/{name}" for name in (*ROUND, ".compared.parquet", ".calibrate.safetensors")}
+    assert died_at >= expected | AFTERWARDS
+    assert_same(run, server.reference(changes))
+    log = [json.loads(line) for line in (home(run) / "log.jsonl").read_text().splitlines()]
+    beginnings = [event["resumed"] for event in log if event["event"] == "open"]
+    assert sum(beginnings) == len(beginnings) - 1 > len(died_at) / 2
+
+
 @pytest.mark.slow
 def test_a_continued_run_computes_no_committed_step_again(server: Server, tmp_path: Path) -> None:
     """Theta^(0), the whole first round and the steps of the second are on disk, and half of its update."""
@@ -465,32 +465,38 @@ def test_a_continued_run_computes_no_committed_step_again(server: Server, tmp_pa
     assert {"run/init.safetensors", "run/rounds/0/theta.safetensors", "run/rounds/1/bank.parquet"} <= set(committed)
     written = [name for name in committed if "/." not in name and after[name] != before[name]]
     assert written == [], "not even with the same bytes"
-
-
-@pytest.mark.slow
-def test_a_run_killed_after_its_rounds_computes_none_of_them_again(server: Server, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert server(run, kill=("Export", 0)) == -signal.SIGKILL
-    server.finish(run)
-    first, second = processes(run)
-    assert {"Initialize (mbq)", "Calibrate 1", "Calibrate 2"} <= set(computed(first, "end"))
-    assert set(computed(first, "end")) & set(computed(second, "start")) == set()
+    assert_same(run, server.reference())
 
 
 # --- only the same command ------------------------------------------------------------------------------------------
 
 
+MIDDLE = ("Calibrate 1", 3)
+
+
 @pytest.fixture(scope="module")
-def killed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("killed") / "run"
-    assert server(run, kill=("Calibrate 1", 3)) == -signal.SIGKILL
+def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("interrupted") / "run"
+    recipe = Recipe.preset("risk", TINY)
+    with pytest.raises(KeyboardInterrupt):
+        onptq.quantize(
+            model, run, calibration=model / "prompts.jsonl", recipe=recipe, reporter=EndingReporter(*MIDDLE, interrupt)
+        )
     return run
 
 
 @pytest.fixture
-def begun(killed: Path, tmp_path: Path) -> Path:
-    """A run that was killed in the middle; each test has its own copy."""
-    return copy_of(killed, tmp_path / "run")
+def begun(interrupted: Path, tmp_path: Path) -> Path:
+    """A run that ended in the middle; each test has its own copy."""
+    return copy_of(interrupted, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("finished") / "run"
+    recipe = Recipe.preset("risk", TINY)
+    onptq.quantize(model, run, calibration=model / "prompts.jsonl", recipe=recipe, verify=False)
+    return run
 
 
 @pytest.fixture
@@ -522,7 +528,7 @@ def assert_refused(done: Any, run: Path, before: dict[str, tuple[int, bytes]], *
     [
         ({"branch.horizon": 2}, "recipe.branch.horizon: 4 -> 2"),
         ({"scheme": "W8A8"}, "recipe.scheme: 'W4A8' -> 'W8A8'"),
-        ({"seed": 99}, "seeds.recipe: {seed} -> 99"),
+        ({"seed": 99}, "seeds.recipe: 0 -> 99"),
         ({"rounds": 3}, "recipe.rounds: 2 -> 3"),
         ({"calibrate.gamma": 0.5}, "recipe.calibrate.gamma: 0.2 -> 0.5"),
         ({"data.prompts": 3}, "prompts.calibration: 4 -> 3"),
@@ -533,7 +539,7 @@ def test_a_changed_recipe_is_refused_with_the_difference(
     changes: dict[str, Any], shown: str, model: Path, begun: Path
 ) -> None:
     before = snapshot(begun)
-    assert_refused(call(model, begun, changes), begun, before, shown.format(seed=TINY["seed"]))
+    assert_refused(call(model, begun, changes), begun, before, shown)
 
 
 def flip_weight(model: Path) -> None:
@@ -610,32 +616,36 @@ def test_changed_prompts_are_refused_with_the_difference(
 
 @pytest.mark.slow
 def test_the_same_model_and_prompts_from_elsewhere_continue_the_run(
-    server: Server, own_model: Path, begun: Path
+    server: Server, own_model: Path, tmp_path: Path
 ) -> None:
-    server.finish(begun, model=own_model)
-    found, expected = files(begun), files(server.reference())
+    run = tmp_path / "run"
+    assert server(run, kill=MIDDLE) == -signal.SIGKILL
+    server.finish(run, model=own_model)
+    found, expected = files(run), files(server.reference())
     assert [name for name in expected if found[name] != expected[name]] == []
-    assert summary(begun) == summary(server.reference()) | {"model": str(own_model)}
+    assert summary(run) == summary(server.reference()) | {"model": str(own_model)}
 
 
 @pytest.mark.slow
-def test_other_versions_only_warn(model: Path, server: Server, begun: Path) -> None:
-    record = home(begun) / "recipe.yaml"
+def test_other_versions_only_warn(server: Server, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert server(run, kill=MIDDLE) == -signal.SIGKILL
+    record = home(run) / "recipe.yaml"
     identity = yaml.safe_load(record.read_text())
     identity["versions"]["torch"] = "2.12.0"
     record.write_text(yaml.safe_dump(identity, sort_keys=False))
-    sums = home(begun) / "SHA256SUMS"
+    sums = home(run) / "SHA256SUMS"
     written = [line for line in sums.read_text().splitlines() if not line.endswith("  recipe.yaml")]
     sums.write_text("\n".join([*written, f"{file_sha256(record)}  recipe.yaml", ""]))
-    server.finish(begun)
+    server.finish(run)
     assert "warning: this run was begun with other versions" in server.said.read_text()
     assert "torch: '2.12.0' -> " in server.said.read_text()
-    found, expected = files(begun), files(server.reference())
+    found, expected = files(run), files(server.reference())
     assert [name for name in expected if found[name] != expected[name]] == ["run/recipe.yaml"]
 
 
-def test_a_finished_run_returns_its_summary_at_once(model: Path, server: Server, tmp_path: Path) -> None:
-    run = copy_of(server.reference(), tmp_path / "run")
+def test_a_finished_run_returns_its_summary_at_once(model: Path, finished: Path, tmp_path: Path) -> None:
+    run = copy_of(finished, tmp_path / "run")
     before = snapshot(run)
     done = call(model, run, None, "--no-verify", "--json")
     assert done.exit_code == 0
@@ -647,9 +657,9 @@ def test_a_finished_run_returns_its_summary_at_once(model: Path, server: Server,
     assert {name for name in after if after[name] != before.get(name)} - SHOWN == {"run/log.jsonl"}
 
 
-def test_a_finished_run_of_another_recipe_is_refused(model: Path, server: Server, tmp_path: Path) -> None:
-    run = copy_of(server.reference(), tmp_path / "run")
-    assert_refused(call(model, run, {"seed": 99}), run, snapshot(run), f"seeds.recipe: {TINY['seed']} -> 99")
+def test_a_finished_run_of_another_recipe_is_refused(model: Path, finished: Path, tmp_path: Path) -> None:
+    run = copy_of(finished, tmp_path / "run")
+    assert_refused(call(model, run, {"seed": 99}), run, snapshot(run), "seeds.recipe: 0 -> 99")
 
 
 def test_two_processes_cannot_continue_the_same_run(model: Path, begun: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mutations import KINDS, MOST, Mutation, mutated
 from readers import READERS, readable
 
-EXAMPLES = 60
+EXAMPLES = 30  # `campaign.py` draws more
 SLOW = (
     "safetensors",
     "tokenizer_config.json",

@@ -26,11 +26,10 @@ else:
 
     @pytest.mark.slow
     @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-    @pytest.mark.parametrize("checks", CHECKS)
-    def test_kernels_agree_with_their_twins_in_tritons_interpreter(checks: str) -> None:
+    def test_kernels_agree_with_their_twins_in_tritons_interpreter() -> None:
         """In a process of its own, since Triton chooses the interpreter at import."""
         folder = Path(__file__).parent
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder / f"{checks}.py")]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(f"{name}.py" for name in CHECKS)]
         environment = os.environ | {"TRITON_INTERPRET": "1"}
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

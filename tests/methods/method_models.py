@@ -14,7 +14,6 @@ from conftest import Tiny
 from torch import Tensor
 
 from onptq.bank import Trajectory
-from onptq.checkpoint.load import load_model
 from onptq.checkpoint.source import find_source
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
@@ -35,7 +34,7 @@ def open_small(folder: Path) -> Tiny:
 
 def exact_policy(checkpoint: Tiny, scheme: str) -> Policy:
     """float64 all over, stored scales and gains too."""
-    model = load_model(checkpoint.source, torch.float64, torch.device("cpu"))
+    model = checkpoint.model(torch.float64)
     return Policy(model, Scheme.parse(scheme), storage=torch.float64, eos=checkpoint.source.eos())
 
 

@@ -14,8 +14,6 @@ from conftest import Tiny
 from torch import nn
 
 from onptq.bank import Trajectory
-from onptq.checkpoint.load import load_model
-from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.engine.rollout import rollouts
 from onptq.models.encoding import EncodedPrompt
@@ -28,7 +26,7 @@ RATIOS = [n / 20 for n in range(20)]
 
 def make_policy(tiny: Tiny, scheme: str, dtype: torch.dtype = torch.float32) -> Policy:
     """Scales are stored in float32, so that rounding them is no part of what is compared."""
-    model = load_model(tiny.source, dtype, torch.device("cpu"))
+    model = tiny.model(dtype)
     return Policy(model, Scheme.parse(scheme), storage=torch.float32, eos=tiny.source.eos())
 
 
@@ -93,16 +91,15 @@ class Unit:
 
 def plain_units(tiny: Tiny, responses: Sequence[Trajectory]) -> dict[tuple[int, str], Unit]:
     """Every unit of the plain checkpoint with its calls, sequence by sequence."""
-    model = load_model(tiny.source, torch.float64, torch.device("cpu")).eval().requires_grad_(False)
+    model = tiny.model(torch.float64).eval().requires_grad_(False)
     units: dict[tuple[int, str], Unit] = {}
     for block in find_structure(model).blocks:
         for pair, (_, consumers) in PAIRS.items():
             module = block.owner(consumers[0]) if len(consumers) > 1 else block.child(consumers[0])
             units[block.index, pair] = Unit(block, pair, module)
     hooks = [unit.module.register_forward_pre_hook(unit.record, with_kwargs=True) for unit in units.values()]
-    prompts = {prompt.ordinal: prompt for prompt in load_manifest(tiny.manifest)}
     for response in responses:
-        inputs = tiny.processor(prompts[response.prompt])
+        inputs = tiny.inputs(response.prompt)
         for module in model.modules():
             if hasattr(module, "rope_deltas"):
                 module.rope_deltas = None  # type: ignore[assignment]

@@ -12,7 +12,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from conftest import MULTIMODAL, Tiny
+from conftest import Tiny
 from method_models import (
     PROMPTS,
     block_outputs,
@@ -26,7 +26,6 @@ from method_models import (
 )
 from torch import Tensor
 
-from onptq.checkpoint.load import load_model
 from onptq.methods.awq import CLIPPED, CLIPS, EXPONENTS, awq
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import LINEARS, PAIRS, Block, find_structure
@@ -89,7 +88,7 @@ def plain_losses(
 ) -> list[float]:
     """Mean squared error of the judging module for every exponent, on a checkpoint that nobody wrapped."""
     scheme, consumers = policy.scheme, PAIRS[pair][1]
-    structure = find_structure(load_model(checkpoint.source, torch.float64, torch.device("cpu")))
+    structure = find_structure(checkpoint.model(torch.float64))
     block = structure.blocks[index]
     judge = block.owner(consumers[0]) if len(consumers) > 1 else block.child(consumers[0])
     rotary = [
@@ -131,7 +130,7 @@ def plain_losses(
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("scheme", [*SCHEMES, "W4A6", "W4A6-g32"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "W4A6-g32"])
 def test_every_pair_takes_the_exponent_of_least_output_error(cases: Cases, scheme: str, pair: str) -> None:
     checkpoint, policy, sequences, theta = cases(scheme)
     tolerance = (
@@ -289,8 +288,9 @@ def test_unquantized_weights_are_not_clipped(small: Path) -> None:
     assert any(u.any() for u in theta.smoothing.values())
 
 
-@pytest.mark.parametrize("family", MULTIMODAL)
-def test_every_family_is_searched_and_left_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2.5-omni"])
+def test_other_families_are_searched_and_left_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
     def method(policy: Policy, prompts: list[EncodedPrompt], advance: Callable[[int], None]) -> Theta:
         return awq(policy, prompts, advance, responses=short_responses(prompts))
 

@@ -12,7 +12,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from conftest import MULTIMODAL, Tiny
+from conftest import Tiny
 from method_models import (
     PROMPTS,
     block_outputs,
@@ -27,7 +27,6 @@ from naive import in_double, without_ties
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from onptq.checkpoint.load import load_model
 from onptq.methods.blockwise import blockwise
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.structure import LINEARS, PAIRS, Block, find_structure
@@ -77,7 +76,7 @@ class PlainBlock:
     """One block of the plain checkpoint under scales per pair and clip logits per linear, float64."""
 
     def __init__(self, checkpoint: Tiny, scheme: Scheme, index: int, sequences: list[EncodedPrompt]) -> None:
-        structure = find_structure(load_model(checkpoint.source, torch.float64, torch.device("cpu")))
+        structure = find_structure(checkpoint.model(torch.float64))
         self.block, self.scheme = structure.blocks[index], scheme
         self.block.module.requires_grad_(False)
         self.rotary = [
@@ -247,6 +246,7 @@ def test_steps_that_only_do_harm_leave_the_better_init(small: Path, monkeypatch:
     assert all(torch.equal(tensor, still.tensors()[name]) for name, tensor in wild.tensors().items())
 
 
+@pytest.mark.slow
 def test_learning_lowers_the_error_of_every_block(small: Path) -> None:
     checkpoint = open_small(small)
     policy = checkpoint.policy("W3A8")
@@ -260,6 +260,7 @@ def test_learning_lowers_the_error_of_every_block(small: Path) -> None:
     assert 0.5 < moved.min() < moved.max() < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A16-g32-asym", "W16A6"])
 def test_groups_zero_points_and_unquantized_weights_are_learned_too(small: Path, scheme: str) -> None:
     checkpoint = open_small(small)
@@ -271,8 +272,8 @@ def test_groups_zero_points_and_unquantized_weights_are_learned_too(small: Path,
         assert ours < theirs
 
 
-@pytest.mark.parametrize("family", MULTIMODAL)
-def test_every_family_is_learned_and_left_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen2.5-omni"])
+def test_other_families_are_learned_and_left_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
     def method(policy: Policy, prompts: list[EncodedPrompt], advance: Callable[[int], None]) -> Theta:
         return blockwise(policy, prompts, advance, responses=short_responses(prompts), steps=3)
 

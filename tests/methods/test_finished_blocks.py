@@ -58,18 +58,20 @@ def test_every_method_that_works_block_by_block_is_tried_here() -> None:
     assert {name for name in METHODS._built_in if accepts(name, "store")} == set(STORED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORED)
 def test_a_stopped_method_goes_on_after_its_finished_blocks_and_ends_with_the_same_theta(
     small: Path, tmp_path: Path, name: str
 ) -> None:
     _, policy, run, store = begin(small, tmp_path, name)
     assert store.finished == 1 < policy.blocks
+    whole = run()
     for left in (policy.blocks - 1, 0):
         fitted: list[int] = []
         theta = run(fitted.append, store)
         assert fitted == [1] * left, "finished blocks are not fitted again"
         assert store.finished == policy.blocks
-        assert same_theta(theta, run())
+        assert same_theta(theta, whole)
 
 
 @pytest.mark.parametrize("name", SEARCHED)

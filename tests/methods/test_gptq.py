@@ -11,7 +11,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from conftest import MULTIMODAL, Tiny
+from conftest import Tiny
 from method_models import (
     PROMPTS,
     block_outputs,
@@ -271,8 +271,8 @@ def test_unquantized_weights_have_nothing_to_round(small: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", MULTIMODAL)
-def test_every_family_is_rounded_and_left_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-omni"])
+def test_other_families_are_rounded_and_left_as_it_was(tiny: Callable[[str], Tiny], family: str) -> None:
     def method(policy: Policy, prompts: list[EncodedPrompt], advance: Callable[[int], None]) -> Theta:
         return gptq(policy, prompts, advance, responses=short_responses(prompts))
 

@@ -11,7 +11,6 @@ from method_models import check_contract
 from naive_search import make_policy, plain_units, short_answers
 
 from onptq.bank import Trajectory
-from onptq.checkpoint.load import load_model
 from onptq.errors import OnPTQError
 from onptq.methods.layerwise import INSTRUCTION, answer_prompts, open_streams
 from onptq.methods.linears import quantized_linears, replaced
@@ -31,11 +30,9 @@ def kinds_of(prompt, response):
 
 def naive_ratios(tiny, prompts, responses):
     """Gradients of transformers' own loss at every o_proj and down_proj, averaged token by token."""
-    from onptq.data.manifest import load_manifest
 
-    model = load_model(tiny.source, torch.float64, torch.device("cpu")).eval().requires_grad_(True)
+    model = tiny.model(torch.float64).eval().requires_grad_(True)
     blocks = find_structure(model).blocks
-    manifest = {prompt.ordinal: prompt for prompt in load_manifest(tiny.manifest)}
     means: dict[tuple[str, int, int], list[float]] = {}
     for prompt, response in zip(prompts, responses, strict=True):
         outs: dict[tuple[str, int], torch.Tensor] = {}
@@ -49,7 +46,7 @@ def naive_ratios(tiny, prompts, responses):
         for module in model.modules():
             if hasattr(module, "rope_deltas"):
                 module.rope_deltas = None  # type: ignore[assignment]
-        logits = model(**naive.extended(tiny.processor(manifest[prompt.ordinal]), response.tokens)).logits[0]
+        logits = model(**naive.extended(tiny.inputs(prompt.ordinal), response.tokens)).logits[0]
         for hook in hooks:
             hook.remove()
         chances = logits.log_softmax(-1)
@@ -139,6 +136,7 @@ def test_the_search_takes_the_least_weighted_error_of_its_grid(case, rho):
         assert max(errors) > min(errors) * (1 + 1e-2), "candidates differ by more than the tolerance"
 
 
+@pytest.mark.slow
 def test_each_pair_uses_the_gradients_of_its_own_half_of_the_block(case):
     policy, prompts, responses, _ = case
     answered = answer_prompts(policy, prompts, responses)
@@ -157,6 +155,7 @@ def test_each_pair_uses_the_gradients_of_its_own_half_of_the_block(case):
             assert torch.equal(split.smoothing[key], expected.smoothing[key])
 
 
+@pytest.mark.slow
 def test_only_the_proportion_of_the_weights_matters(case):
     policy, prompts, responses, _ = case
     answered = answer_prompts(policy, prompts, responses)

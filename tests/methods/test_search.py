@@ -13,11 +13,9 @@ import torch
 from conftest import Tiny
 from method_models import exact_policy
 
-from onptq.checkpoint.load import load_model
 from onptq.checkpoint.source import find_source
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
-from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.methods.layerwise import answer_prompts
 from onptq.methods.linears import quantized_input, rounded_weight
@@ -61,7 +59,7 @@ def outlying(folder: Path) -> Tiny:
 
 def dense_inputs(checkpoint: Tiny) -> dict[tuple[int, str], np.ndarray]:
     """What enters each pair's consumers in the plain checkpoint, every token of every prompt: (block, pair) -> [n, I]."""
-    model = load_model(checkpoint.source, torch.float64, torch.device("cpu"))
+    model = checkpoint.model(torch.float64)
     blocks = find_structure(model).blocks
     inputs: dict[tuple[int, str], list[torch.Tensor]] = {(block.index, pair): [] for block in blocks for pair in PAIRS}
 
@@ -71,8 +69,8 @@ def dense_inputs(checkpoint: Tiny) -> dict[tuple[int, str], np.ndarray]:
     for block in blocks:
         for pair, (_, consumers) in PAIRS.items():
             block.child(consumers[0]).register_forward_pre_hook(listener((block.index, pair)))
-    for prompt in load_manifest(checkpoint.manifest)[:PROMPTS]:
-        oracles.plain_forward(model, [block.module for block in blocks], checkpoint.processor(prompt).tensors, [])
+    for ordinal in range(PROMPTS):
+        oracles.plain_forward(model, [block.module for block in blocks], checkpoint.inputs(ordinal).tensors, [])
     return {key: torch.cat(parts).numpy() for key, parts in inputs.items()}
 
 
@@ -270,6 +268,7 @@ def test_every_row_takes_the_ratio_of_least_output_error_and_may_keep_its_full_r
         assert (actual <= output_errors(policy, other, block, name, x)[0] * (1 + 1e-2)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "factor"), [("W8A8", 10), ("W4A8", 2), ("W4A16", 2)])
 def test_outliers_are_smoothed_away(cases: Callable[[str, bool], Case], scheme: str, factor: float) -> None:
     _, policy, prompts, theta = cases(scheme, True)
@@ -301,6 +300,7 @@ def test_hooks_do_not_stay_behind(cases: Callable[[str, bool], Case]) -> None:
     assert not any(module._forward_pre_hooks for module in policy.model.modules())
 
 
+@pytest.mark.slow
 def test_the_dense_models_own_responses_are_part_of_the_sample(cases: Callable[[str, bool], Case]) -> None:
     _, policy, prompts, alone = cases("W4A8", True)
     actual, sequences = search(policy, prompts), [one.sequence for one in answer_prompts(policy, prompts)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, MULTIMODAL, Tiny, encode_one
+from conftest import MULTIMODAL, Tiny, encode_one
 from naive import extended, forward
 from torch import Tensor
 
@@ -24,11 +24,12 @@ from onptq.models.windows import windows_at_once
 from onptq.quantizer.policy import Policy
 
 RESPONSE = (5, 60, 200, 7)
+FAMILIES = (*MULTIMODAL, "qwen3")  # models of text alone are encoded alike
 COUNT = 8  # prompts with one image, with two, with audio, with both, and with neither
 
 
 def all_inputs(tiny: Tiny) -> list[ModelInputs]:
-    return [tiny.processor(prompt) for prompt in load_manifest(tiny.manifest)[:COUNT]]
+    return [tiny.inputs(ordinal) for ordinal in range(COUNT)]
 
 
 def crowded(prompts: Sequence[Prompt]) -> Prompt:

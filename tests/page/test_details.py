@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import MULTIMODAL, Tiny
-from naive import EXACT, WEIGHT_ONLY, Scene, next_logits, probabilities, scene, without_ties
+from naive import WEIGHT_ONLY, WITH_ACTIVATIONS, Scene, next_logits, probabilities, scene, scenes, without_ties
 
 from onptq.bank import AGREE, MISMATCH, NEAR_MISS, States, Trajectory
 from onptq.cycle.branch import branch
@@ -35,7 +35,6 @@ from onptq.evaluate.details import (
 
 LENGTHS = (3, 2, 1, 3, 2)
 HORIZON = 4
-exact = pytest.mark.parametrize(("scheme", "dtype"), EXACT, ids=lambda value: str(value).removeprefix("torch."))
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +55,7 @@ def visited(scenery: Scene, batches: str = "several") -> tuple[Prefixes, list[Tr
     return prefixes, trajectories, compare(prefixes, trajectories)
 
 
-@exact
-@pytest.mark.parametrize("family", MULTIMODAL)
+@scenes(MULTIMODAL)
 def test_the_likeliest_tokens_are_those_of_the_models_own_logits(
     tiny: Callable[[str], Tiny], family: str, scheme: str, dtype: torch.dtype
 ) -> None:
@@ -114,12 +112,11 @@ def test_a_few_rows_of_logits_at_a_time_give_the_same(
         assert [share for _, share in one.dense] == pytest.approx([share for _, share in other.dense], abs=1e-6)
 
 
-@exact
-@pytest.mark.parametrize("side", ["D", "Q"])
+@pytest.mark.parametrize(("side", "exact"), [("D", WEIGHT_ONLY), ("Q", WITH_ACTIVATIONS)], ids=["D", "Q"])
 def test_futures_are_those_of_naive_branches(
-    tiny: Callable[[str], Tiny], side: str, scheme: str, dtype: torch.dtype
+    tiny: Callable[[str], Tiny], side: str, exact: tuple[str, torch.dtype]
 ) -> None:
-    scenery = scene(tiny("qwen2.5-vl"), scheme, dtype)
+    scenery = scene(tiny("qwen2.5-vl"), *exact)
     prefixes, trajectories, states = visited(scenery)
     futures = Futures(states, frozenset())
     found = branch(prefixes, trajectories, states, horizon=HORIZON, side=side, seen=futures.see)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from onptq.checkpoint.source import find_source
+from onptq.plan import probe
 from onptq.plan.parts import Shapes, find_parts
 from onptq.plan.probe import probe_rates
 from onptq.plan.seconds import Pace, Rates
 from onptq.schemes import Scheme
 
 W4A8 = Scheme.parse("W4A8")
+WAIT = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def tokens(pace: Pace, count: int) -> float:
     return pace.forward + count * pace.token
 
 
-@pytest.mark.parametrize("scheme", ["W4A8", "W4A16-g32-asym", "W8A8"])
+@pytest.mark.parametrize("scheme", ["W4A8", "W4A16-g32-asym"])
 def test_a_probe_takes_seconds_and_learning_costs_more_than_reading(shapes: Shapes, scheme: str) -> None:
     began = time.monotonic()
     measured = rates(shapes, Scheme.parse(scheme))
@@ -66,14 +68,32 @@ def test_a_larger_block_takes_longer_in_proportion(shapes: Shapes) -> None:
     assert 2 < tokens(four.dense, 256) / tokens(one.dense, 256) < 8
 
 
-def test_threads_that_wait_for_cores_make_no_estimate_longer(shapes: Shapes, threads: None) -> None:
-    torch.set_num_threads(1)
-    alone = rates(shapes)
+def test_threads_that_wait_for_cores_make_no_estimate_longer(
+    shapes: Shapes, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every forward waits for WAIT seconds here, as threads do on a busy machine."""
+    seen: list[int] = []
+
+    def waiting(run: Callable[..., object]) -> Callable[..., object]:
+        def wait(*arguments: object) -> object:
+            seen.append(torch.get_num_threads())
+            time.sleep(WAIT)
+            return run(*arguments)
+
+        return wait
+
+    for name in ("_forward", "_learn"):
+        monkeypatch.setattr(probe, name, waiting(getattr(probe, name)))
+    monkeypatch.setattr(probe, "REPETITIONS", 2)
     torch.set_num_threads(16)
-    together = rates(shapes)
+    measured = rates(shapes)
     assert torch.get_num_threads() == 16, "the probe leaves the threads as they were"
+    assert seen[:3] == [16] * 3
+    assert set(seen[3:]) == {1}, "a single thread is faster, and is what the rest is measured with"
+    assert measured.slowdown > 1
     for name in ("dense", "quantized", "rounding", "learning"):
-        assert tokens(getattr(together, name), 256) < 1.5 * tokens(getattr(alone, name), 256), name
+        pace = getattr(measured, name)
+        assert tokens(pace, probe.MANY) < WAIT / probe.BLOCKS, f"{name}: no time in which nothing is computed"
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
-from conftest import Tiny
+from conftest import Tiny, in_turn
 from naive import extended, make_policy, random_theta
 from test_policy import inputs_of, speak
 from torch import Tensor
@@ -204,8 +204,7 @@ def test_stored_tensors_are_those_of_compressed_tensors(name: str, dtype: torch.
     assert torch.equal(unpacked.float(), product) or scheme.scales == "dtype", "products of few bits are exact"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(list(NAMED), DTYPES), ids=str)
 def test_live_frozen_settled_and_centred_are_one_policy(
     tiny: Callable[[str], Tiny], name: str, dtype: torch.dtype
 ) -> None:

@@ -12,19 +12,20 @@ import pytest
 import torch
 import transformers
 from compressed_tensors.utils.match import match_name
-from conftest import Tiny
+from conftest import Tiny, in_turn
+from method_models import short_responses
 from naive import extended, make_policy, random_theta
 from test_policy import inputs_of, speak
 
 import onptq
 from onptq.check.static import check_folder
-from onptq.checkpoint.names import find_decoder
+from onptq.checkpoint.exportable import output_bytes
 from onptq.checkpoint.served import ADA, BLACKWELL, CPU, HOPPER
 from onptq.checkpoint.served_by_vllm import HUMMING, VLLM
 from onptq.checkpoint.serving import serving
-from onptq.checkpoint.write import linears_by_scheme, output_bytes, quantization_config
+from onptq.checkpoint.write import linears_by_scheme, quantization_config
 from onptq.errors import OnPTQError
-from onptq.methods import METHODS
+from onptq.methods import METHODS, accepts
 from onptq.quantizer.mix import check_mix
 from onptq.quantizer.theta import Free, Learned, Settled, Theta
 from onptq.recipe import Recipe
@@ -98,8 +99,7 @@ def test_targets_match_every_linear_under_every_name_once() -> None:
     assert re.fullmatch(r"re:\(\?:\.\*\\\.\)\?layers.*\$", dense)
 
 
-@pytest.mark.parametrize("name", ["W4A8", "FP8", "NVFP4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(["W4A8", "FP8", "NVFP4"], [torch.float32, torch.bfloat16]), ids=str)
 def test_live_frozen_settled_and_centred_are_one_policy(
     tiny: Callable[[str], Tiny], name: str, dtype: torch.dtype
 ) -> None:
@@ -126,8 +126,9 @@ def test_live_frozen_settled_and_centred_are_one_policy(
 )
 def test_methods_leave_dense_linears_alone(tiny: Callable[[str], Tiny], method: str) -> None:
     policy = make_policy(tiny("llama"), MIXED, torch.float32)
-    prompts = tiny("llama").encode(policy, 2)
-    options: dict[str, Any] = {"steps": 2} if method in ("signround", "blockwise") else {}
+    prompts = tiny("llama").encode(policy, 1)
+    few = {"steps": 2, "points": 2, "responses": short_responses(prompts)}
+    options: dict[str, Any] = {name: value for name, value in few.items() if accepts(method, name)}
     theta = METHODS[method](policy, prompts, lambda blocks: None, **options)
     policy.freeze(theta)
     dense = {path: part for path, part in policy.folded() if path in theta.linears}
@@ -185,9 +186,7 @@ def test_transformers_reloads_a_mix_exactly_with_an_image(
     summary = onptq.quantize(one.folder, out, calibration=one.manifest, recipe=recipe).summary
     assert summary["verification"]["max_abs_difference"] == 0.0
     assert not [finding for finding in check_folder(out) if not finding.passed]
-    parsed, checkpoint = Scheme.parse(scheme), one.source.checkpoint
-    decoder = find_decoder(checkpoint.tensors, one.source.family.ignore)
-    written = output_bytes(checkpoint, decoder, parsed)
+    written = output_bytes(one.source, Scheme.parse(scheme))
     assert summary["checkpoint"]["bytes"] == pytest.approx(written, rel=0.01), "but for the header"
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"

@@ -6,17 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import FAMILIES, MULTIMODAL, Tiny
+from conftest import FAMILIES, MULTIMODAL, Tiny, in_turn
 from naive import extended, make_policy, random_theta
 from torch import Tensor, nn
 
-from onptq.checkpoint.load import load_model
 from onptq.cycle.branch import branch
 from onptq.cycle.calibrate import calibrate
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
 from onptq.cycle.risk import score, select
-from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.models.processing import ModelInputs
 from onptq.models.structure import LINEARS, NORMS, find_structure
@@ -28,10 +26,11 @@ from onptq.schemes import Scheme
 
 RICH = 2  # this prompt has a picture where the model takes pictures, and a sound where it takes sounds
 CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def inputs_of(tiny: Tiny, ordinal: int = RICH) -> ModelInputs:
-    inputs = tiny.processor(load_manifest(tiny.manifest)[ordinal])
+    inputs = tiny.inputs(ordinal)
     assert set(inputs.modality.tolist()) == set(range(len(tiny.source.family.modalities)))
     return inputs
 
@@ -50,12 +49,11 @@ def speak(policy: Policy, side: str, inputs: ModelInputs) -> Tensor:
 # --- D ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), in_turn(FAMILIES, DTYPES), ids=str)
 def test_dense_logits_are_those_of_the_model_before_it_was_wrapped(
     tiny: Callable[[str], Tiny], family: str, dtype: torch.dtype
 ) -> None:
-    inputs, model = inputs_of(tiny(family)), load_model(tiny(family).source, dtype, CPU)
+    inputs, model = inputs_of(tiny(family)), tiny(family).model(dtype)
     before = logits(model, inputs)
     policy = Policy(model, Scheme.parse("W4A8"), storage=tiny(family).source.storage())
     assert torch.equal(logits(model, inputs), before), "a policy that nobody asked to speak speaks as D"
@@ -95,8 +93,7 @@ def test_dense_logits_survive_a_round_of_the_cycle(tiny: Callable[[str], Tiny], 
 # --- Q ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), in_turn(FAMILIES, DTYPES), ids=str)
 def test_q_with_sixteen_bits_everywhere_is_d(tiny: Callable[[str], Tiny], family: str, dtype: torch.dtype) -> None:
     inputs, policy = inputs_of(tiny(family)), make_policy(tiny(family), "W16A16", dtype)
     dense, theta = speak(policy, "D", inputs), Theta.rtn(policy.structure.blocks, policy.scheme)
@@ -106,9 +103,12 @@ def test_q_with_sixteen_bits_everywhere_is_d(tiny: Callable[[str], Tiny], family
     assert torch.equal(speak(policy, "Q", inputs), dense)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "scheme", ["W8A8", "W4A16", "W4A16-g128", "W4A16-g128-asym", "W4A16-asym", "W4A8-g32", "W4A6", "W3A5", "W16A8"]
+    ("scheme", "dtype"),
+    in_turn(
+        ["W8A8", "W4A16", "W4A16-g128", "W4A16-g128-asym", "W4A16-asym", "W4A8-g32", "W4A6", "W3A5", "W16A8"], DTYPES
+    ),
+    ids=str,
 )
 def test_the_training_graph_computes_what_it_folds_to(
     tiny: Callable[[str], Tiny], scheme: str, dtype: torch.dtype
@@ -130,7 +130,7 @@ def test_the_training_graph_computes_what_it_folds_to(
 def test_smoothing_alone_changes_nothing_but_the_last_digits(tiny: Callable[[str], Tiny], family: str) -> None:
     """All four pairs cancel, grouped heads, biases and gains included, when nothing is rounded."""
     inputs = inputs_of(tiny(family))
-    model = load_model(tiny(family).source, torch.float32, CPU)
+    model = tiny(family).model(torch.float32)
     policy = Policy(model, Scheme(16, 16), storage=torch.float32)
     policy.freeze(random_theta(policy))
     torch.testing.assert_close(speak(policy, "Q", inputs), speak(policy, "D", inputs), rtol=0, atol=2e-4)
@@ -158,7 +158,7 @@ def test_speaking_ends_with_its_block_even_when_the_block_fails(tiny: Callable[[
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_the_decoder_s_seven_linears_and_two_norms_are_wrapped(tiny: Callable[[str], Tiny], family: str) -> None:
-    model = load_model(tiny(family).source, torch.float32, CPU)
+    model = tiny(family).model(torch.float32)
     decoder = find_structure(model).decoder
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     before = dict(model.named_modules())
@@ -179,7 +179,7 @@ def test_only_the_decoder_s_seven_linears_and_two_norms_are_wrapped(tiny: Callab
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_d_and_q_share_one_copy_of_the_weights(tiny: Callable[[str], Tiny], family: str) -> None:
-    model = load_model(tiny(family).source, torch.float32, CPU)
+    model = tiny(family).model(torch.float32)
     before = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     policy = Policy(model, Scheme.parse("W4A8"), storage=tiny(family).source.storage())
     policy.freeze(random_theta(policy))
@@ -196,8 +196,7 @@ def test_d_and_q_share_one_copy_of_the_weights(tiny: Callable[[str], Tiny], fami
             assert linear.folded().codes.dtype == torch.int8
 
 
-@pytest.mark.parametrize("scheme", ["W4A8", "W4A16", "W8A8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scheme", "dtype"), in_turn(["W4A8", "W4A16", "W8A8"], DTYPES), ids=str)
 def test_a_theta_that_is_only_attached_speaks_and_folds_as_a_frozen_one(
     tiny: Callable[[str], Tiny], scheme: str, dtype: torch.dtype
 ) -> None:

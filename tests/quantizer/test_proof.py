@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from conftest import FAMILIES, Tiny
+from method_models import short_responses
 from naive import random_theta
 from torch import Tensor, nn
 
-from onptq.checkpoint.load import load_model
 from onptq.models.structure import PAIRS, PRODUCERS, Structure, find_structure
 from onptq.quantizer.modules import QuantFollower, QuantNorm, Switch
 from onptq.quantizer.policy import Policy
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def llama(tiny: Callable[[str], Tiny]) -> nn.Module:
-    return load_model(tiny("llama").source, torch.float32, CPU)
+    return tiny("llama").model(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -31,7 +32,7 @@ def llama(tiny: Callable[[str], Tiny]) -> nn.Module:
 def test_every_pair_of_the_registered_families_folds(
     tiny: Callable[[str], Tiny], family: str, dtype: torch.dtype
 ) -> None:
-    structure = find_structure(load_model(tiny(family).source, dtype, CPU))
+    structure = find_structure(tiny(family).model(dtype))
     before = torch.get_rng_state()
     proven, unfolded = prove(structure)
     assert unfolded == ()
@@ -128,7 +129,7 @@ def test_a_norm_that_no_scale_folds_into_is_left_alone_in_the_one_layer_that_has
 
 @pytest.mark.parametrize(
     "method",
-    ["awq", "blockwise", "gptq", "masquant", "mbq", pytest.param("qig", marks=pytest.mark.slow), "search", "signround"],
+    ["awq", "blockwise", "gptq", "masquant", "mbq", "qig", "search", "signround"],
 )
 def test_every_method_fits_a_model_with_a_pair_that_does_not_fold(tiny: Callable[[str], Tiny], method: str) -> None:
     from onptq import methods
@@ -136,10 +137,10 @@ def test_every_method_fits_a_model_with_a_pair_that_does_not_fold(tiny: Callable
     model = llama(tiny)
     find_structure(model).blocks[1].module.input_layernorm = Unfoldable(256)
     policy = Policy(model, Scheme.parse("W4A8"))
-    prompts = tiny("llama").encode(policy, 2)
-    theta = methods.run(
-        method, policy, prompts, lambda blocks: None, **({"steps": 2} if methods.accepts(method, "steps") else {})
-    )
+    prompts = tiny("llama").encode(policy, 1)
+    few = {"steps": 2, "points": 2, "responses": short_responses(prompts)}
+    options: dict[str, Any] = {name: value for name, value in few.items() if methods.accepts(method, name)}
+    theta = methods.run(method, policy, prompts, lambda blocks: None, **options)
     assert "layers.1.norm_qkv" not in theta.smoothing
     assert theta.smoothing.keys() >= {"layers.0.norm_qkv", "layers.1.norm_gate_up", "layers.1.v_o"}
 

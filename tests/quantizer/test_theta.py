@@ -11,12 +11,10 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from conftest import FAMILIES, Tiny
+from conftest import FAMILIES, Tiny, in_turn
 from safetensors.torch import load_file
 from torch import Tensor
 
-from onptq.checkpoint.load import load_model
-from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import causal_mask
 from onptq.models.decoder import Tokens
 from onptq.models.encoding import EncodedPrompt, PromptBatch
@@ -46,7 +44,7 @@ SCHEMES = ("W8A8", "W4A16", "W4A16-g128", "W4A16-asym", "W4A16-g128-asym", "W4A8
 
 def exact_policy(tiny: Tiny, scheme: Scheme) -> Policy:
     """Everything in float64, the stored gains, biases and steps too."""
-    model = load_model(tiny.source, torch.float64, torch.device("cpu"))
+    model = tiny.model(torch.float64)
     return Policy(model, scheme, storage=torch.float64, eos=tiny.source.eos())
 
 
@@ -99,7 +97,7 @@ def batch_logits(policy: Policy, prompts: list[EncodedPrompt], side: str) -> Ten
 
 def model_logits(policy: Policy, tiny: Tiny, side: str, prompt: int = 0) -> np.ndarray:
     """Through the checkpoint's own forward, with the prompt's image and sound."""
-    inputs = tiny.processor(load_manifest(tiny.manifest)[prompt]).tensors
+    inputs = tiny.inputs(prompt).tensors
     blocks = [block.module for block in policy.structure.blocks]
     with policy.speaking(side):  # type: ignore[arg-type]
         return oracles.plain_forward(policy.model, blocks, inputs, [1, 2, 3])[1]
@@ -326,8 +324,7 @@ def test_clones_share_settled_codes_which_nothing_writes_to(tiny: Callable[[str]
 # Live and frozen
 
 
-@pytest.mark.parametrize("offsets", [False, True], ids=["nearest", "offsets"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "offsets"), in_turn(SCHEMES, [False, True]))
 def test_live_and_frozen_q_give_the_same_bits(tiny: Callable[[str], Tiny], scheme: str, offsets: bool) -> None:
     checkpoint = tiny("qwen2.5-vl")
     policy = checkpoint.policy(scheme)
@@ -345,8 +342,9 @@ def test_live_and_frozen_q_give_the_same_bits(tiny: Callable[[str], Tiny], schem
     assert (live - dense).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-omni", "llama"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("family", "dtype"), in_turn(["qwen3-vl", "qwen2.5-omni", "llama"], [torch.bfloat16, torch.float64])
+)
 def test_live_and_frozen_agree_in_every_family_and_compute_dtype(
     tiny: Callable[[str], Tiny], family: str, dtype: torch.dtype
 ) -> None:
@@ -449,8 +447,7 @@ def test_centring_keeps_every_code_and_puts_its_weight_in_the_middle(
         assert np.abs(place - codes).max() > 0.49, "the start has weights near the next code"
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("scheme", [scheme for scheme in CENTRED if scheme != "W8A8"])
+@pytest.mark.parametrize(("scheme", "start"), in_turn([scheme for scheme in CENTRED if scheme != "W8A8"], STARTS))
 def test_a_small_change_of_scales_changes_no_centred_code(tiny: Callable[[str], Tiny], scheme: str, start: str) -> None:
     """A zero point that moves to the next integer takes its codes along, and only such groups may differ."""
     policy = tiny("qwen2.5-vl").policy(scheme)

@@ -140,7 +140,7 @@ def test_a_comparison_is_narrowed_to_some_items_whose_average_is_over_the_seeds(
             for one in questions
         ]
 
-    ours = ["OnPTQ:W4A6", "OnPTQ:W4A6#1"]
+    ours = ["onptq:W4A6", "onptq:W4A6#1"]
     given = {
         "dense": answers({"a": 8, "b": 8, "c": 8}),
         "rtn:W4A6": answers({"a": 4, "b": 4, "c": 8}),
@@ -178,7 +178,7 @@ def test_every_column_of_the_paper_is_a_benchmark() -> None:
 def test_arms_are_named_by_method_and_scheme() -> None:
     assert parse_arm("dense=a") == ("dense", Path("a"))
     assert parse_arm("masquant:w4a8=a=b") == ("masquant:W4A8", Path("a=b"))
-    assert parse_arm("ONPTQ:W4A6=x") == ("OnPTQ:W4A6", Path("x"))
+    assert parse_arm("ONPTQ:W4A6=x") == ("onptq:W4A6", Path("x"))
     for text, error in (
         ("dense", "--answers dense: expected dense=FOLDER, or METHOD:SCHEME=FOLDER with one of RTN, AWQ"),
         ("gptq:W4A8=x", "unknown method 'gptq'"),

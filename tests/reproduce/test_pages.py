@@ -177,9 +177,9 @@ FIGURES = {
     "mbq:W4A8": {"read": 70.0, "average": 70.0, "mismatch": 6.0, "kl": 0.3},
     "qig:W4A8": {"read": 70.0, "average": 70.0, "mismatch": 6.0, "kl": 0.3},
     "masquant:W4A8": {"read": 70.0, "average": 70.0, "mismatch": 6.0, "kl": 0.3},
-    "OnPTQ:W4A8": {"read": 75.0, "average": 74.0, "mismatch": 4.0},
+    "onptq:W4A8": {"read": 75.0, "average": 74.0, "mismatch": 4.0},
 }
-AHEAD = {("awq:W4A8", "OnPTQ:W4A8"): Interval(3.0, 1.0, 5.0)}
+AHEAD = {("awq:W4A8", "onptq:W4A8"): Interval(3.0, 1.0, 5.0)}
 
 
 def test_the_best_of_a_scheme_is_bold_whichever_way_is_better_and_equals_share_it() -> None:
@@ -196,7 +196,7 @@ def test_a_lead_is_over_the_best_other_method() -> None:
     assert tables.lead(made, "W4A8", "average") == ("AWQ", Interval(3.0, 1.0, 5.0))
     claim = tables.lead_claim(made, "W4A8", "average", "OnPTQ leads", "69.9 against 69.0")
     assert (claim.verdict, claim.here) == ("holds", "average score 74.0; better than AWQ by +3.00 [+1.00, +5.00]")
-    behind = compared(FIGURES, {("OnPTQ:W4A8", "awq:W4A8"): Interval(3.0, 1.0, 5.0)})
+    behind = compared(FIGURES, {("onptq:W4A8", "awq:W4A8"): Interval(3.0, 1.0, 5.0)})
     assert tables.lead(behind, "W4A8", "average")[1] == Interval(-3.0, -5.0, -1.0)
 
 
@@ -376,7 +376,7 @@ def test_names_are_run_in_the_order_of_the_catalog_and_unknown_ones_refused() ->
         match=r"unknown result 'signal' \(did you mean signals\?\); expected all, or some of risk-properties, ",
     ):
         check_names(["signal"])
-    with pytest.raises(OnPTQError, match=r"unknown scale 'fast'; expected one of quick, full"):
+    with pytest.raises(OnPTQError, match=r"unknown scale 'fast'; expected one of quick, medium, full"):
         find_scale("fast")
 
 

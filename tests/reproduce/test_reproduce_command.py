@@ -115,7 +115,7 @@ def test_tables_and_flips_are_of_one_comparison(tiny_scale: None, small: Path, t
     ours, papers = page["tables"]
     assert [row[0] for row in ours["rows"]] == ["Dense", "RTN", "AWQ", "SmoothQuant", "MBQ", "QIG", "MASQuant", "OnPTQ"]
     assert len(papers["rows"]) == 25
-    [report] = tmp_path.rglob("methods-W4A8/report.json")
+    [report] = tmp_path.rglob("compared/main-table-W4A8.json")
     models = json.loads(report.read_text())["models"]
     flips = json.loads((tmp_path / "flip-rate.json").read_text())["tables"][0]["rows"]
     for row, (name, model) in zip(flips, list(models.items())[1:], strict=True):

@@ -229,6 +229,10 @@ def test_cases_are_served_with_the_settings_of_their_kernels(clients: SimpleName
         {"VLLM_CPU_INT4_W4A8": "0"},
         {"VLLM_CPU_INT4_W4A8": "1"},
     ]
+    nvfp4, mix = cases["zoo-qwen2.5-vl-NVFP4"], cases["zoo-qwen3-vl-W4A16+mlp.down_proj~W8A8"]
+    assert (nvfp4.dtype(amx), nvfp4.limit(amx)) == ("float32", 0.06)
+    assert nvfp4.environment == {"PYTHONPATH": str(CLIENTS / "emulated")}
+    assert (mix.dtype(plain), mix.limit(plain)) == ("float16", 0.25)
     with pytest.raises(OnPTQError, match="W4A6 is for simulation"):
         clients.cases.choose_cases(None, "W4A6", False)
     with pytest.raises(OnPTQError, match="got both"):
@@ -290,6 +294,7 @@ def test_a_server_that_ignores_termination_is_killed(clients: SimpleNamespace, t
     assert gone(worker(tmp_path))
 
 
+@pytest.mark.slow
 def test_no_server_outlives_a_suite_that_is_killed(clients: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(recorded_server(tmp_path), encoding="utf-8")
     suite = f"""

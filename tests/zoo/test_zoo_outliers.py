@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MULTIMODAL, Tiny
+from conftest import MULTIMODAL, Tiny, in_turn
 from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -87,8 +87,7 @@ def decoded(policy: Policy, prompts: list[EncodedPrompt]) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize(("family", "dtype"), in_turn(MULTIMODAL, [torch.float32, torch.bfloat16]))
 def test_the_dense_logits_are_the_same_to_the_last_bit(
     family: str, dtype: torch.dtype, tiny: Callable[[str], Tiny], spiked: Callable[[str], tuple[Tiny, Outliers]]
 ) -> None:
@@ -215,6 +214,7 @@ def test_no_channel_is_taken_twice_and_none_that_is_too_loud(tiny: Callable[[str
     assert sorted(picked.values(), reverse=True) == [8] * 4 + [2] * (len(quiet) - 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_rounding_does_more_damage_with_outliers(
     family: str, tiny: Callable[[str], Tiny], spiked: Callable[[str], tuple[Tiny, Outliers]]

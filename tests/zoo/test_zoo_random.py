@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES as NAMES
-from conftest import MULTIMODAL, Tiny
+from conftest import MULTIMODAL, Tiny, in_turn
 from torch import Tensor, nn
 
 from onptq.data.manifest import load_manifest
@@ -45,8 +45,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(("family", "tie"), in_turn(NAMES, [False, True]))
 def test_transformers_loads_every_weight_and_misses_none(family: str, tie: bool, tmp_path: Path) -> None:
     write_random(family, tmp_path, prompts=1, tie=tie)
     model, report = load(tmp_path, output_loading_info=True)
@@ -57,6 +56,7 @@ def test_transformers_loads_every_weight_and_misses_none(family: str, tie: bool,
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tie
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NAMES)
 def test_responses_are_finite_and_vary_and_seldom_end_early(family: str, tiny: Callable[[str], Tiny]) -> None:
     folder = tiny(family).folder
@@ -73,6 +73,7 @@ def test_responses_are_finite_and_vary_and_seldom_end_early(family: str, tiny: C
     assert not torch.isin(torch.cat(responses), banned).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NAMES)
 def test_rounding_to_four_bits_changes_some_decisions_but_not_most(family: str, tiny: Callable[[str], Tiny]) -> None:
     folder = tiny(family).folder

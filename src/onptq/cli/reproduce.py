@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import shlex
 import sys
 from pathlib import Path
@@ -51,7 +53,8 @@ def run(
     scale: Annotated[
         str,
         typer.Option(
-            metavar="quick|full", help="quick is a trial of minutes; full has the paper's numbers of prompts."
+            metavar="quick|medium|full",
+            help="quick is a trial of minutes, medium takes about an hour; full has the paper's numbers of prompts.",
         ),
     ] = "quick",
     seeds: Annotated[
@@ -117,6 +120,8 @@ def run(
         answers=tuple(map(parse_arm, answers or ())),
         changes=tuple(map(parse_override, changes or ())),
     )
+    gc.freeze()  # modules are no garbage, and there is a collection before each of many models
+    atexit.register(gc.unfreeze)
     experiment = Experiment(settings, reporter)
     failed, clock = [], Clock(wanted)
     for name in wanted:

@@ -9,7 +9,7 @@ import numpy as np
 
 from onptq.bank import MISMATCH, Column, States
 from onptq.errors import OnPTQError
-from onptq.recipe import RiskConfig, SelectConfig
+from onptq.recipe import Recipe, RiskConfig, SelectConfig
 from onptq.registry import SELECTION_RULES
 
 
@@ -57,6 +57,11 @@ def select(states: States, cfg: SelectConfig, *, risk: RiskConfig | None = None,
     if total == 0 and len(chosen):
         weight[chosen], total = 1.0, float(len(chosen))
     return states.with_columns(critical=critical, weight=(weight / (total or 1.0)).astype(np.float32))
+
+
+def critical_states(states: States, recipe: Recipe, k: int) -> States:
+    """The compared and branched states of round k with their risk, and which of them are critical."""
+    return select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
 
 
 def by_risk(states: States, risk: RiskConfig, rng: np.random.Generator) -> Ranking:

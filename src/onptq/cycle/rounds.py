@@ -17,7 +17,7 @@ from onptq.cycle.compare import compare
 from onptq.cycle.disagreements import CLEAR_SHARE, Disagreements, disagreements, sentence
 from onptq.cycle.follow import follow
 from onptq.cycle.inputs import Inputs
-from onptq.cycle.risk import score, select
+from onptq.cycle.risk import critical_states, score
 from onptq.cycle.served import ServedPolicy
 from onptq.engine.prefixes import Prefixes
 from onptq.engine.sampling import Sampling
@@ -76,7 +76,7 @@ class Cycle:
         for k in range(self.recipe.rounds):
             committed, halfway = f"rounds/{k}/theta.safetensors", self.run.file(f"rounds/{k}/{HALFWAY}")
             if self.run.ranks.lead(partial(self.run.has, committed)):
-                theta = self.run.read(committed, lambda path: Theta.load(path, self.policy.device))
+                theta = self.run.read(committed, self.policy.load)
                 halfway.unlink(missing_ok=True)
                 continue
             if self.recipe.settles and not theta.settled:
@@ -90,7 +90,7 @@ class Cycle:
                 states = self.repeat(k, "bank.parquet", STATES)
             theta = self.update(k, trajectories, states, theta)
             if self.run.ranks.is_first:
-                self.run.write_behind(theta.saving(), committed, instead_of=halfway)
+                self.run.write_behind(self.policy.whole(theta).saving(), committed, instead_of=halfway)
         self.inputs.speak_as(theta)
         return theta
 
@@ -148,7 +148,7 @@ class Cycle:
                 return score(states, recipe.risk)
             if recipe.branches:
                 states = self.branch(f"Branch {k + 1}", self.prefixes, trajectories, states, self._looking)
-            selected = select(score(states, recipe.risk), recipe.select, risk=recipe.risk, seed=recipe.seed + k)
+            selected = critical_states(states, recipe, k)
             if self.keeper is not None:
                 self.keeper.keep(self, k, trajectories, selected)
             return selected

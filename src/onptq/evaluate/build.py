@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from onptq import methods
-from onptq.checkpoint.source import Source
-from onptq.checkpoint.write import check_exportable, output_bytes
+from onptq.checkpoint.exportable import output_bytes
 from onptq.cycle.rounds import Cycle
 from onptq.data.manifest import manifest_digest
 from onptq.evaluate.candidates import MethodCandidate, RunCandidate, folder_name
 from onptq.evaluate.guard import keep_better
 from onptq.evaluate.session import Session
+from onptq.evaluate.shared import take_shared
 from onptq.evaluate.store import COST, IDENTITY, THETA, path_of
 from onptq.progress import LoggedReporter, NamedReporter
 from onptq.quantizer.theta import Theta
@@ -65,7 +65,7 @@ def build(candidates: Sequence[MethodCandidate | RunCandidate], session: Session
             theta, cost = _by_base_method(one.name, one.recipe, session)
         with run.writing(*path_of(one.name, THETA)) as path:
             theta.save(path)
-        size = checkpoint_bytes(session.source, one.scheme)
+        size = output_bytes(session.source, one.scheme)
         run.write_json(cost.to_dict() | {"checkpoint_bytes": size}, *path_of(one.name, COST))
 
 
@@ -95,6 +95,7 @@ def _by_rounds(one: MethodCandidate, session: Session) -> tuple[Theta, Cost]:
     inputs = session.inputs(recipe, run)
     reporter = LoggedReporter(NamedReporter(session.plain_reporter, one.name), run.log)
     copy_missing(init, run, shared)
+    take_shared(one, session.run, run)
     with measured_peak(session.device) as peak:
         cycle, read_init = Cycle(inputs, recipe, run, reporter), partial(Theta.load, init.file(THETA), session.device)
         theta = keep_better(cycle, cycle.rounds(read_init()), read_init)
@@ -155,14 +156,6 @@ def copy_missing(source: Run, target: Run, names: Sequence[str]) -> None:
         if source.has(name) and not target.has(name):
             with target.writing(name) as path:
                 shutil.copyfile(source.file(name), path)
-
-
-def checkpoint_bytes(source: Source, scheme: Scheme) -> int:
-    """The size of the weights that an export in this scheme would write."""
-    checkpoint, decoder = check_exportable(
-        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
-    )
-    return output_bytes(checkpoint, decoder, scheme)
 
 
 def folder_bytes(files: Sequence[Path]) -> int:

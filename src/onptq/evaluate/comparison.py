@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from onptq.checkpoint.exportable import check_exportable, check_groups
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, open_checkpoint
-from onptq.checkpoint.write import check_exportable, check_groups
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
@@ -66,8 +66,10 @@ def compare_models(
     origin: str = "",
     recipe: Recipe | None = None,
     critical: bool = False,
+    damage: bool = True,
     seeds: int = 1,
     replicates: int = REPLICATES,
+    alone: str | None = None,
     reporter: Reporter | None = None,
 ) -> Report:
     """The report over all results in `out`, those of `candidates` included.
@@ -76,7 +78,9 @@ def compare_models(
     where both come from. `calibration` and `holdout` are for candidates that are made here: the first so many of them as the
     candidate's recipe says. `recipe` gives the device, the length of a rollout, the seed, and what candidates follow that name
     no preset. Candidates that calibrate are made with so many `seeds`, each one's own and those that follow. With `critical`,
-    margins are also taken on the joint-critical states of plain rounding, which then is a candidate too.
+    margins are also taken on the joint-critical states of plain rounding, which then is a candidate too. Without `damage`,
+    mismatches have no consequences and the dense model's responses are not read. With a name in `alone`, the report is over
+    these candidates and no others, and is written under that name.
     """
     recipe, reporter = recipe or Recipe(), reporter or QuietReporter()
     if not items and not prompts:
@@ -106,15 +110,17 @@ def compare_models(
         session = Session(source, recipe, device, dtype, items, prompts, calibration, holdout, run, reporter)
         by_theta = [one for one in parsed if not isinstance(one, CheckpointCandidate)]
         build(by_theta, session)
-        measure(parsed, session)
+        measure(parsed, session, damage)
         measure_critical(by_theta, banks, session)
         write_tokens(run, session.processor.tokenizer)
-        results = read_results(run, bool(items), bool(prompts))
+        names = None if alone is None else {one.name for one in parsed}
+        results = read_results(run, bool(items), bool(prompts), names)
         ordinals = [prompt.ordinal for prompt in prompts]
         resampler = Resampler(recipe.seed, replicates)
         report = summarize(items, ordinals, results, resampler, source.name, origin, read_seeds(run, results))
         for name, text in ((REPORT_JSON, to_json(report.to_dict(), indent=2) + "\n"), (REPORT_TEXT, markdown(report))):
-            with atomically(run.folder / name) as path:
+            file = name if alone is None else f"{alone}{Path(name).suffix}"
+            with atomically(run.folder / file) as path:
                 path.write_text(text, encoding="utf-8")
     return report
 
@@ -123,14 +129,12 @@ def _check_schemes(candidates: Sequence[Candidate], source: Source) -> None:
     """Refuse schemes and methods that do not fit the model, before it is loaded."""
     schemes = {one.scheme for one in candidates if not isinstance(one, CheckpointCandidate)}
     if schemes:
-        family = source.family
-        excluded = (*family.ignore, *family.other_models)
-        checkpoint, decoder = check_exportable(source.folder, excluded, family.linears)
+        check_exportable(source)
         for scheme in schemes:
-            check_groups(checkpoint, decoder, scheme)
+            check_groups(source, scheme)
         for one in candidates:
             if isinstance(one, MethodCandidate):
-                check_method(one.recipe.init, family)
+                check_method(one.recipe.init, source.family)
 
 
 def _bank_candidates(candidates: Sequence[Candidate], recipe: Recipe) -> dict[str, MethodCandidate]:

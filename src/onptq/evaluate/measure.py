@@ -48,10 +48,13 @@ from onptq.models.language_model import Side
 from onptq.quantizer.theta import Theta
 
 
-def measure(candidates: Sequence[Candidate], session: Session) -> None:
-    """Answers and states of the dense model and of every candidate that lacks some."""
+def measure(candidates: Sequence[Candidate], session: Session, damage: bool = True) -> None:
+    """Answers and states of the dense model and of every candidate that lacks some.
+
+    Without `damage` mismatches are not branched, and states on the dense model's responses are left out.
+    """
     run = session.run
-    wanted = bool(session.items), bool(session.prompts), session.recipe.report.detail
+    wanted = bool(session.items), bool(session.prompts), session.recipe.report.detail, damage
     waiting = [one for one in candidates if not is_measured(run, one.name, *wanted)]
     by_theta = [one for one in waiting if not isinstance(one, CheckpointCandidate)]
     by_theta.sort(key=lambda one: str(one.scheme))
@@ -61,10 +64,10 @@ def measure(candidates: Sequence[Candidate], session: Session) -> None:
         if session.items:
             _answer(session, path_of(one.name, ANSWERS), one.name, session.questions, "Q")
         if session.prompts:
-            _measure_behaviour(session, one.name)
+            _measure_behaviour(session, one.name, damage=damage)
             _attribute(session, one.name)
     for checkpoint in (one for one in waiting if isinstance(one, CheckpointCandidate)):
-        _measure_checkpoint(checkpoint, session)
+        _measure_checkpoint(checkpoint, session, damage)
 
 
 def _measure_dense(candidates: Sequence[MethodCandidate | RunCandidate], session: Session) -> None:
@@ -83,7 +86,7 @@ def _measure_dense(candidates: Sequence[MethodCandidate | RunCandidate], session
             write_trajectories(rollouts, path)
 
 
-def _measure_checkpoint(candidate: CheckpointCandidate, session: Session) -> None:
+def _measure_checkpoint(candidate: CheckpointCandidate, session: Session, damage: bool) -> None:
     source, run = open_checkpoint(candidate.folder), session.run
     with session.reporter.phase(f"Load {candidate.name}", total=1, unit="checkpoint") as bar:
         reader = load_reader(source, session.dtype, session.device, session.source.eos())
@@ -100,7 +103,7 @@ def _measure_checkpoint(candidate: CheckpointCandidate, session: Session) -> Non
         _answer(session, path_of(name, ANSWERS), name, encode, "Q")
     if session.prompts:
         encoded = session.encode_prompts(reader, session.prompts, f"Encode prompts {name}")
-        _measure_behaviour(session, name, session.batched(reader, encoded, 0))
+        _measure_behaviour(session, name, session.batched(reader, encoded, 0), damage)
     if not run.has(*path_of(name, COST)):
         run.write_json(Cost(checkpoint_bytes=folder_bytes(source.shards)).to_dict(), *path_of(name, COST))
 
@@ -116,8 +119,9 @@ def _answer(session: Session, home: Sequence[str], name: str, questions: Callabl
         write_answers({name: answers}, path)
 
 
-def _measure_behaviour(session: Session, name: str, model: Prefixes | None = None) -> None:
-    """Commit what is missing of a candidate's rollouts, states, branches and states on the dense model's responses.
+def _measure_behaviour(session: Session, name: str, model: Prefixes | None = None, damage: bool = True) -> None:
+    """Commit what is missing of a candidate's rollouts and states, and with `damage` of its branches and of its states on the
+    dense model's responses.
 
     `model` where the candidate is not a Q of the dense policy.
     """
@@ -130,14 +134,14 @@ def _measure_behaviour(session: Session, name: str, model: Prefixes | None = Non
         with run.writing(*path_of(name, STATES)) as path:
             states.write(path)
     kept = keeps(run.file(*path_of(name, DETAILS)), session.recipe.report.detail)
-    if not run.has(*path_of(name, MISMATCHES)) or not kept:
+    if (damage and not run.has(*path_of(name, MISMATCHES))) or not kept:
         branched, futures = _branch_mismatches(session, name)
         if not kept:
             _keep_details(session, name, branched, futures, model)
         if not run.has(*path_of(name, MISMATCHES)):
             with run.writing(*path_of(name, MISMATCHES)) as path:
                 branched.write(path)
-    if not run.has(*path_of(name, DENSE_PATH)):
+    if damage and not run.has(*path_of(name, DENSE_PATH)):
         states = _compare(session, name, "Dense path", read_file(run, read_trajectories, DENSE, ROLLOUTS), model)
         with run.writing(*path_of(name, DENSE_PATH)) as path:
             states.write(path)

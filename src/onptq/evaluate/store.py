@@ -81,11 +81,13 @@ def write_identity(run: Run, name: str, record: Mapping[str, Any]) -> None:
         run.write_json(record, *home)
 
 
-def read_results(run: Run, with_answers: bool, with_states: bool) -> dict[str, Results]:
-    """The dense model's results, then those of every candidate that is complete, in the order they were begun."""
+def read_results(
+    run: Run, with_answers: bool, with_states: bool, names: Collection[str] | None = None
+) -> dict[str, Results]:
+    """The dense model's results, then those of every complete candidate, or of those in `names`, in the order they were begun."""
     folders = sorted(run.file("candidates").glob(f"*/{IDENTITY}"), key=lambda path: (path.stat().st_mtime_ns, path))
     every = (run.read_json(str(path.relative_to(run.file()))) for path in folders)
-    records = {record["name"]: record for record in every}
+    records = {record["name"]: record for record in every if names is None or record["name"] in names}
     complete = [name for name in records if is_complete(run, name, with_answers, with_states)]
     homes = {DENSE: (DENSE,)} | {name: path_of(name) for name in complete}
     return {
@@ -138,11 +140,11 @@ def is_complete(run: Run, name: str, with_answers: bool, with_states: bool) -> b
     return all(run.has(*path_of(name, file)) for file in needed)
 
 
-def is_measured(run: Run, name: str, with_answers: bool, with_states: bool, detail: str) -> bool:
+def is_measured(run: Run, name: str, with_answers: bool, with_states: bool, detail: str, damage: bool = True) -> bool:
     """Whether nothing of a candidate is left to be measured; earlier versions measured less."""
     if not is_complete(run, name, with_answers, with_states):
         return False
-    further = all(run.has(*path_of(name, file)) for file in (MISMATCHES, DENSE_PATH))
+    further = not damage or all(run.has(*path_of(name, file)) for file in (MISMATCHES, DENSE_PATH))
     further = further and not lacks_attribution(run, name, detail)
     return not with_states or (further and keeps(run.file(*path_of(name, DETAILS)), detail))
 

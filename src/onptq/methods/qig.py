@@ -15,14 +15,14 @@ Every token of the sequence counts, the prompt's text too. Responses, grid, pair
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
 from onptq.methods.layerwise import Stream, answer_prompts, open_streams
-from onptq.methods.linears import quantized_linears, replaced
+from onptq.methods.linears import LinearFunction, quantized_linears, replaced
 from onptq.methods.mbq import Case, best_smoothing
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
@@ -113,15 +113,69 @@ def integrated_gradients(
     F(x) - F(x^q) as closely as the points allow.
     """
     rounded = quantized_linears(policy, theta, block, [pair], activations=False)
+    along = _along_inputs if block.recurrent or block.experts or block.followers(pair) else _along_outputs
+    return (end - begin) * along(block, pair, stream, rounded, begin, end, points) / points
+
+
+def _along_inputs(
+    block: Block,
+    pair: str,
+    stream: Stream,
+    rounded: Mapping[str, LinearFunction],
+    begin: Tensor,
+    end: Tensor,
+    points: int,
+) -> Tensor:
+    """The sum of F's gradients over the path's points, the unit run from its input at each of them."""
     total = torch.zeros_like(end)
-    for a in ((torch.arange(points) + 0.5) / points).tolist():
+    for a in _middles(points):
         x = (begin + a * (end - begin)).detach().requires_grad_()
         with torch.enable_grad():
             dense = stream.unit(block, pair, x)
             with replaced(block, rounded):
                 quantized = stream.unit(block, pair, x)
             total += torch.autograd.grad(difference(dense, quantized, stream.real).sum(), x)[0]
-    return (end - begin) * total / points
+    return total
+
+
+def _along_outputs(
+    block: Block,
+    pair: str,
+    stream: Stream,
+    rounded: Mapping[str, LinearFunction],
+    begin: Tensor,
+    end: Tensor,
+    points: int,
+) -> Tensor:
+    """The same where only the pair's linears read the input. Their outputs are straight paths too, so they run at the two ends
+    alone, and once backwards for all points."""
+    linears = {name: block.child(name) for name in rounded}
+    x = end.detach().requires_grad_()
+    with torch.enable_grad():
+        last = [of[name](x) for of in (linears, rounded) for name in rounded]
+    first = [of[name](begin) for of in (linears, rounded) for name in rounded]
+    sums = [torch.zeros_like(one) for one in first]
+    for a in _middles(points):
+        outputs = [(y + a * (z - y)).detach().requires_grad_() for y, z in zip(first, last, strict=True)]
+        with torch.enable_grad():
+            units = []
+            for given in (outputs[: len(rounded)], outputs[len(rounded) :]):
+                with replaced(block, {name: _constant(y) for name, y in zip(rounded, given, strict=True)}):
+                    units.append(stream.unit(block, pair, end))
+            dense, quantized = units
+            gradients = torch.autograd.grad(difference(dense, quantized, stream.real).sum(), outputs)
+        for total, gradient in zip(sums, gradients, strict=True):
+            total += gradient
+    return torch.autograd.grad(last, x, sums)[0]
+
+
+def _middles(points: int) -> list[float]:
+    middles: list[float] = ((torch.arange(points) + 0.5) / points).tolist()
+    return middles
+
+
+def _constant(output: Tensor) -> LinearFunction:
+    return lambda x: output
 
 
 def difference(dense: Tensor, quantized: Tensor, real: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from onptq.reproduce.experiment import Experiment
     from onptq.reproduce.settings import SCALES, Settings
 
-# Imported when first asked for: `onptq reproduce list` needs none of torch.
+# Imported at first use: `onptq reproduce list` needs none of torch.
 _HOMES = {
     "NAMES": "catalog",
     "run": "catalog",

@@ -50,10 +50,12 @@ class Answered:
     def differs(self, models: str) -> list[str]:
         """What differs from the paper where answers are given."""
         counts = {name: sum(one.task == name for one in self.questions) for name in self.columns}
-        told = "; ".join(f"{name}: {counts[name]} items of {', '.join(tasks)}" for name, tasks in self.columns.items())
+        columns = "; ".join(
+            f"{name}: {counts[name]} items of {', '.join(tasks)}" for name, tasks in self.columns.items()
+        )
         absent = [name for name in self.wanted if name not in self.columns]
         return [
-            f"Answers that were given, of benchmarks as `onptq eval` asks them. {told}.",
+            f"Answers that were given, of benchmarks as `onptq eval` poses them. {columns}.",
             f"Which model gave them, and how it was calibrated, is not in the logs; the paper's is {models}.",
             *([f"Not answered: {', '.join(absent)}. The average is over the others."] if absent else []),
             *([f"In no column of the paper: {', '.join(self.left_out)}."] if self.left_out else []),
@@ -87,24 +89,24 @@ def read_given(settings: Settings, wanted: Sequence[str], schemes: Sequence[str]
     column_of = {task.name: name for name in wanted for task in BENCHMARKS[COLUMNS[name]]}
     left_out = sorted({task for logs in arms.values() for task in logs} - set(column_of))
     arms = {name: _of_columns(logs, column_of, folders[name]) for name, logs in arms.items()}
-    asked, answers = paired_arms(arms)
+    items, answers = paired_arms(arms)
     columns = {name: [task for task in arms[DENSE] if column_of[task] == name] for name in wanted}
-    questions = [replace(one, task=column_of[one.task]) for one in asked]
+    questions = [replace(one, task=column_of[one.task]) for one in items]
     given = {name: [replace(one, task=column_of[one.task]) for one in of] for name, of in answers.items()}
     results = {name: Results(of, scheme=name.partition(":")[2] or None) for name, of in given.items()}
     report = summarize(questions, (), results, Resampler(settings.seed), str(folders[DENSE]), "given answers")
-    found = list(dict.fromkeys(name.partition(":")[2] for name in given if name != DENSE))
-    order = [one for one in schemes if one in found] + [one for one in found if one not in schemes]
+    there = list(dict.fromkeys(name.partition(":")[2] for name in given if name != DENSE))
+    order = [one for one in schemes if one in there] + [one for one in there if one not in schemes]
     of = {name: tasks for name, tasks in columns.items() if tasks}
     return Answered(Compared(report, Path(settings.out), given), questions, order, of, left_out, wanted)
 
 
 def _of_columns(logs: Mapping[str, Log], column_of: Mapping[str, str], folder: Path) -> dict[str, Log]:
     """The logs of benchmarks that have a column."""
-    kept = {task: log for task, log in logs.items() if task in column_of}
-    if not kept:
+    chosen = {task: log for task, log in logs.items() if task in column_of}
+    if not chosen:
         raise OnPTQError(
             f"{folder} has answers to {', '.join(logs)} alone; expected some of {', '.join(column_of)}, as `onptq eval` "
             "names them"
         )
-    return kept
+    return chosen

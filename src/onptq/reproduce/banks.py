@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from onptq.evaluate.session import Session
 from onptq.evaluate.store import THETA, path_of, write_identities
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
+from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.settings import FAR
 from onptq.schemes import Scheme
 
@@ -46,22 +48,22 @@ class Bank:
 
     @property
     def mismatch(self) -> Column:
-        found: Column = self.states.kind == MISMATCH
-        return found
+        rows: Column = self.states.kind == MISMATCH
+        return rows
 
     @property
     def high(self) -> Column:
         """The states in the top fifth of consequence at H = 16; equals at the bar count."""
         if not len(self.far):
             return np.zeros(0, np.bool_)
-        found: Column = self.far >= np.quantile(self.far, 1 - TOP)
-        return found & (self.far > 0)
+        rows: Column = (self.far >= np.quantile(self.far, 1 - TOP)) & (self.far > 0)
+        return rows
 
     @property
     def joint(self) -> Column:
         """Joint-critical: a mismatch of high consequence."""
-        found: Column = self.mismatch & self.high
-        return found
+        rows: Column = self.mismatch & self.high
+        return rows
 
 
 def make_theta(session: Session, one: MethodCandidate) -> Path:
@@ -118,3 +120,24 @@ def visit(session: Session, name: str, speak: Callable[[], None], recipe: Recipe
     everywhere = score(near.with_columns(kind=np.full_like(near.kind, NEAR_MISS)), recipe.risk)
     states = near.with_columns(risk=everywhere.risk)
     return Bank(trajectories, states, far.consequence.astype(np.float64), far.horizon > 0)
+
+
+@dataclass(frozen=True)
+class OfInit:
+    """The bank of the init on held-out prompts, and the open session that made it; `speak` makes Q the init."""
+
+    session: Session
+    recipe: Recipe
+    name: str  # of the init
+    bank: Bank
+    speak: Callable[[], None]
+
+
+@contextmanager
+def bank_of_init(experiment: Experiment, scheme: str) -> Iterator[OfInit]:
+    """A context with the bank that the analyses of single states share."""
+    with experiment.session(f"states-{scheme}", scheme, experiment.bank_prompts()) as session:
+        recipe = experiment.recipe(scheme)
+        init = experiment.base(recipe.init, scheme)
+        speak = speaker(session, make_theta(session, init), scheme)
+        yield OfInit(session, recipe, init.name, visit(session, init.name, speak, recipe), speak)

@@ -84,5 +84,5 @@ class Clock:
 
 def run(name: str, experiment: Experiment) -> Result:
     """Run a result, or read back what of it was run before."""
-    found: Result = import_module(f"onptq.reproduce.{name.replace('-', '_')}").run(experiment)
-    return found
+    result: Result = import_module(f"onptq.reproduce.{name.replace('-', '_')}").run(experiment)
+    return result

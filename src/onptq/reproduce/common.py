@@ -18,13 +18,13 @@ COCO = "128 pairs of COCO"
 
 
 def differing_setup(
-    settings: Mapping[str, Any], model: str, data: str, *, calibrated: str = COCO, asked: bool = True
+    settings: Mapping[str, Any], model: str, data: str, *, calibrated: str = COCO, graded: bool = True
 ) -> list[str]:
-    """What differs from the paper in every result: model, data, theta; `asked` is whether items of tasks are answered.
+    """What differs from the paper in every result: model, data, theta; `graded` is whether items of tasks are answered.
 
     `data` and `calibrated` are the paper's. `settings` are those of the page, with several inits where it has several.
     """
-    items = f" and {settings['items per task']} items of each task" if asked else ""
+    items = f" and {settings['items per task']} items of each task" if graded else ""
     inits = [settings["init"]] if isinstance(settings["init"], str) else settings["init"]
     return [
         f"Model: {settings['model']}; the paper's is {model}.",

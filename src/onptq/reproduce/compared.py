@@ -26,7 +26,7 @@ class Compared:
 
     report: Report
     folder: Path
-    given: Mapping[str, Sequence[Answer]] = field(default_factory=dict)  # answers that were not asked for here
+    given: Mapping[str, Sequence[Answer]] = field(default_factory=dict)  # answers of other tools
 
     def __contains__(self, name: str) -> bool:
         return self._row(name) in self.report.models
@@ -60,8 +60,8 @@ class Compared:
         a, b = self._row(first), self._row(second)
         for pair in self.report.pairs:
             if {pair.first, pair.second} == {a, b} and measure in pair.differences:
-                found = guarded(pair.differences[measure], pair.differing[measure])
-                return found if pair.first == a else negative(found)
+                change = guarded(pair.differences[measure], pair.differing[measure])
+                return change if pair.first == a else negative(change)
         return Interval(None)
 
     @property
@@ -76,8 +76,8 @@ class Compared:
 
     def gain(self, first: str, second: str) -> Interval:
         """How much better the second is than the first."""
-        found = self.difference(first, second, self.measure)
-        return found if self.sign == 1 else negative(found)
+        change = self.difference(first, second, self.measure)
+        return change if self.sign == 1 else negative(change)
 
     def file(self, name: str, file: str) -> Path:
         parts = (DENSE,) if name == DENSE else path_of(name)

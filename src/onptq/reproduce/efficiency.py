@@ -37,7 +37,7 @@ class Measured:
 
 def read_reports(files: Sequence[Path]) -> list[Measured]:
     """Every engine and batch size in the reports."""
-    found = []
+    measured = []
     for file in files:
         try:
             report = json.loads(file.read_text(encoding="utf-8"))
@@ -45,10 +45,10 @@ def read_reports(files: Sequence[Path]) -> list[Measured]:
             for one in report["results"]:
                 for batch in one.get("batches", ()):
                     if tokens == TOKENS:
-                        found.append(_measured(file, report, one, batch))
+                        measured.append(_measured(file, report, one, batch))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OnPTQError(f"{file} is no report of `onptq bench`: {error!r}") from error
-    return found
+    return measured
 
 
 def _measured(file: Path, report: Mapping[str, Any], one: Mapping[str, Any], batch: Mapping[str, Any]) -> Measured:
@@ -69,7 +69,7 @@ class Speedup:
 
 def speedups(measured: Sequence[Measured], seed: int = 0) -> list[Speedup]:
     """Every engine against the dense one of its report and batch size; the interval is over repeats."""
-    found = []
+    ratios = []
     for one in measured:
         dense = next(
             (other for other in measured if _place(other) == _place(one) and other.name == DENSE),
@@ -81,8 +81,8 @@ def speedups(measured: Sequence[Measured], seed: int = 0) -> list[Speedup]:
         first = np.arange(len(values)) < len(dense.milliseconds)
         ratio = lambda rows, values=values, first=first: _ratio(values[rows], first[rows])  # noqa: E731
         [times] = resampled([ratio], np.arange(len(values)), seed)
-        found.append(Speedup(one, dense, times, 100 * (1 - one.gigabytes / dense.gigabytes)))
-    return found
+        ratios.append(Speedup(one, dense, times, 100 * (1 - one.gigabytes / dense.gigabytes)))
+    return ratios
 
 
 def _place(one: Measured) -> tuple[str, int]:
@@ -99,12 +99,12 @@ def run(experiment: Experiment) -> Result:
     return result(speedups(read_reports(experiment.settings.bench), experiment.settings.seed), experiment)
 
 
-def result(found: Sequence[Speedup], experiment: Experiment) -> Result:
+def result(measured: Sequence[Speedup], experiment: Experiment) -> Result:
     there = paper(NAME)
     claims = []
     for row in there["rows"]:
         ratio, less = row["fp16"]["ms"] / row["w4a8"]["ms"], 100 * (1 - row["w4a8"]["gb"] / row["fp16"]["gb"])
-        ours = [one for one in found if one.engine.batch == row["batch"] and one.engine.name == OURS]
+        ours = [one for one in measured if one.engine.batch == row["batch"] and one.engine.name == OURS]
         faster: Verdict = all_of([above(one.times, 1.0) for one in ours])
         smaller: Verdict = all_of(["holds" if one.less > 0 else "does not hold" for one in ours])
         claims.append(
@@ -147,16 +147,16 @@ def result(found: Sequence[Speedup], experiment: Experiment) -> Result:
             round(one.dense.gigabytes, 2),
             round(one.engine.gigabytes, 2),
         ]
-        for one in found
+        for one in measured
     ]
     heads = ("device", "batch", "scheme", "FP16 ms", "ms", "times faster", "FP16 GB", "GB")
     marks = [
         mark
-        for one in found
+        for one in measured
         for mark in as_mark(f"{one.engine.name}, batch {one.engine.batch}, {one.engine.source}", "here", one.times)
     ]
-    devices = ", ".join(dict.fromkeys(one.engine.device for one in found)) or "none"
-    fp8 = [one for one in found if "8" in one.engine.name and "FP" in one.engine.name.upper()]
+    devices = ", ".join(dict.fromkeys(one.engine.device for one in measured)) or "none"
+    fp8 = [one for one in measured if "8" in one.engine.name and "FP" in one.engine.name.upper()]
     differs = [
         f"Device: {devices}; the paper's is {there['device']}. Random weights of the same shapes: time does not depend on them.",
         "Memory here is the most that tensors held, without the key-value cache; the paper does not say what it counts.",

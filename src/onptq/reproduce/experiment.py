@@ -28,7 +28,7 @@ CAPTIONS = "captions"  # what the paper's calibration prompts ask for
 
 
 class Experiment:
-    """A model and its prompts, and a folder in which every finished step is kept."""
+    """A model and its prompts, and a folder in which every finished step is written."""
 
     def __init__(self, settings: Settings, reporter: Reporter | None = None) -> None:
         self.settings, self.reporter = settings, reporter or QuietReporter()
@@ -78,8 +78,8 @@ class Experiment:
         """Prompts that are in neither of the others."""
         return self._drawn("test", self.settings.scale.examples)
 
-    def items(self, tasks: str | None = None) -> list[Item]:
-        return draw_items(self.family, tasks, self.settings.scale.items, "test", self.reporter)
+    def items(self) -> list[Item]:
+        return draw_items(self.family, None, self.settings.scale.items, "test", self.reporter)
 
     def _drawn(self, split: str, count: int) -> list[Prompt]:
         """Prompts of the manifests, or embedded ones; held-out and test prompts of one manifest follow each other."""
@@ -92,25 +92,26 @@ class Experiment:
         return draw_prompts(self.family, split, count, self.reporter, kind=CAPTIONS)
 
     def compare(
-        self,
-        name: str,
-        candidates: Sequence[Candidate],
-        scheme: str,
-        *,
-        items: Sequence[Item] | None = None,
-        prompts: Sequence[Prompt] | None = None,
+        self, name: str, candidates: Sequence[Candidate], scheme: str, *, prompts: Sequence[Prompt] | None = None
     ) -> Compared:
-        """The candidates beside the dense model, on items and prompts, by the harness of `onptq compare`."""
-        s, folder = self.settings, self.folder / name
+        """The candidates beside the dense model, on items and prompts, by the harness of `onptq compare`.
+
+        All comparisons on the same prompts have one folder, so that each candidate is made and measured once, and each
+        writes its report there under its name.
+        """
+        s = self.settings
+        folder = self.folder / ("compared" if prompts is None else f"compared-{manifest_digest(prompts)[:12]}")
         report = compare_models(
             self.source,
             candidates,
             folder,
-            items=self.items() if items is None else items,
+            items=self.items(),
             prompts=self.bank_prompts() if prompts is None else prompts,
             calibration=self.calibration(),
             recipe=self.recipe(scheme),
+            damage=False,  # no result of the paper looks at it
             seeds=s.seeds,
+            alone=name,
             origin=f"scale {s.scale.name}",
             reporter=self.reporter,
         )

@@ -52,8 +52,8 @@ def change(dense: Column, first: Column, second: Column, resampler: Resampler) -
     return guarded(resampler.difference(before, after), differing(before, after))
 
 
-def _share(found: Column) -> Measure:
-    return Measure((Part("items", found.astype(np.float64), np.ones(len(found))),), 100)
+def _share(flipped: Column) -> Measure:
+    return Measure((Part("items", flipped.astype(np.float64), np.ones(len(flipped))),), 100)
 
 
 def run(experiment: Experiment) -> Result:
@@ -95,8 +95,8 @@ def result(
         for scheme in schemes
         for method in tables.methods(compared, scheme)
     }
-    found = {key: flips(dense, right, resampler) for key, right in rights.items()}
-    claims = [_claim(scheme, dense, rights, found, resampler) for scheme in schemes]
+    measured = {key: flips(dense, right, resampler) for key, right in rights.items()}
+    claims = [_claim(scheme, dense, rights, measured, resampler) for scheme in schemes]
     task_of = np.array([item.task for item in items if item.measure == "accuracy"])
     tasks = list(dict.fromkeys(task_of.tolist()))
     rows = [
@@ -104,11 +104,11 @@ def result(
             *(scheme, method, shown(one.both, 1), shown(one.lost, 1), shown(one.gained, 1)),
             *(f"{100 * np.mean((dense != rights[scheme, method])[task_of == task]):.1f}" for task in tasks),
         ]
-        for (scheme, method), one in found.items()
+        for (scheme, method), one in measured.items()
     ]
     marks: list[Mark] = [
         mark
-        for (scheme, method), one in found.items()
+        for (scheme, method), one in measured.items()
         for direction, part in (("right to wrong", one.lost), ("wrong to right", one.gained))
         for mark in as_mark(f"{method} {scheme}", direction, part)
     ]
@@ -125,15 +125,15 @@ def result(
 
 
 def _claim(
-    scheme: str, dense: Column, rights: Mapping[Key, Column], found: Mapping[Key, Flips], resampler: Resampler
+    scheme: str, dense: Column, rights: Mapping[Key, Column], measured: Mapping[Key, Flips], resampler: Resampler
 ) -> Claim:
     says = f"OnPTQ flips fewer answers than every compared method in {scheme}"
     paper = "so in all three settings of the figure, whose numbers the text does not give"
     ours = (scheme, tables.OURS)
-    others = {key: found[key].both.value or 0.0 for key in rights if key[0] == scheme and key != ours}
+    others = {key: measured[key].both.value or 0.0 for key in rights if key[0] == scheme and key != ours}
     if ours not in rights or not others:
         return Claim(says, paper, f"no answers of {tables.OURS} and another method in {scheme}", "not measured")
     best = min(others, key=lambda key: others[key])
     less = change(dense, rights[best], rights[ours], resampler)
-    here = f"{shown(found[ours].both, 1)}%; {shown(less, 2, True)} points from {best[1]}"
+    here = f"{shown(measured[ours].both, 1)}%; {shown(less, 2, True)} points from {best[1]}"
     return Claim(says, paper, here, below(less))

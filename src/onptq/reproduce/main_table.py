@@ -26,7 +26,7 @@ PROVENANCE = (
 def compare(experiment: Experiment) -> Compared:
     """The comparison behind this table, which the flip rates are taken from as well."""
     schemes = _schemes(experiment)
-    return experiment.compare(f"methods-{'-'.join(schemes)}", tables.candidates(experiment, schemes), schemes[0])
+    return experiment.compare(f"{NAME}-{'-'.join(schemes)}", tables.candidates(experiment, schemes), schemes[0])
 
 
 def _schemes(experiment: Experiment) -> tuple[str, ...]:
@@ -58,8 +58,8 @@ def result(compared: Compared, schemes: Sequence[str], differs: Sequence[str], s
             for ours, (other, method) in [_averages(there, scheme, model)]
         ]
         says = f"OnPTQ has the highest average of all methods in {scheme}"
-        told = "; ".join(averages) if scheme in SCHEMES else "not in the paper"
-        claims.append(tables.lead_claim(compared, scheme, compared.measure, says, told))
+        numbers = "; ".join(averages) if scheme in SCHEMES else "not in the paper"
+        claims.append(tables.lead_claim(compared, scheme, compared.measure, says, numbers))
     marks = [
         mark
         for scheme in schemes
@@ -67,9 +67,9 @@ def result(compared: Compared, schemes: Sequence[str], differs: Sequence[str], s
         for mark in as_mark(method, scheme, compared.figure(tables.name_of(method, scheme), compared.measure))
     ] + as_mark("Dense", "FP16", compared.figure(DENSE, compared.measure))
     label = compared.report.labels[compared.measure].name
-    found = [tables.table(compared, schemes, tables.average_of(compared)), tables.paper_table(there)]
+    both = [tables.table(compared, schemes, tables.average_of(compared)), tables.paper_table(there)]
     every = [*differs, "The paper claims the lead in six of its eight settings, not in all."]
-    return Result(NAME, TITLE, claims, found, every, Picture(TITLE, label, marks), settings)
+    return Result(NAME, TITLE, claims, both, every, Picture(TITLE, label, marks), settings)
 
 
 def _averages(there: Mapping[str, Any], scheme: str, model: str) -> tuple[float, tuple[float, str]]:

@@ -14,7 +14,7 @@ from onptq.evaluate.candidates import DENSE, MethodCandidate, folder_name
 from onptq.evaluate.metrics import PROMPTS, places, sums
 from onptq.evaluate.session import Session
 from onptq.evaluate.statistics import Interval, Measure, Part, Resampler, Seeded, Single, differing
-from onptq.reproduce.banks import Bank, make_theta, speaker, visit
+from onptq.reproduce.banks import Bank, speaker, visit
 from onptq.reproduce.common import differing_setup
 from onptq.reproduce.compared import Compared
 from onptq.reproduce.experiment import Experiment
@@ -76,8 +76,8 @@ def amplification(states: States, loop: Loop, seed: int = 0) -> Amplification:
     same = np.arange(len(values)) < len(states)
     behind = ~same & np.concatenate((np.zeros(len(states), np.bool_), loop["behind"]))
     of_same, of_behind = mean(values, same), mean(values, behind)
-    found = resampled((of_same, of_behind, lambda rows: of_behind(rows) / (of_same(rows) or np.nan)), prompt, seed)
-    return Amplification(*found)
+    intervals = resampled((of_same, of_behind, lambda rows: of_behind(rows) / (of_same(rows) or np.nan)), prompt, seed)
+    return Amplification(*intervals)
 
 
 def correlation(bank: Bank, seed: int = 0) -> Correlation:
@@ -105,12 +105,14 @@ def over_seeds(loops: Sequence[Loop], prompts: Sequence[int], only_behind: bool 
 def variants(experiment: Experiment, init: str, scheme: str) -> dict[str, MethodCandidate]:
     """The init, and uniform calibration from it on static and on quantized-policy states, with and without the anchor."""
     few = {"data.prompts": _bank_size(experiment)}
-    found = {
+    candidates = {
         "init": MethodCandidate(f"{init}:{scheme}", experiment.recipe(scheme, {**few, "method": init, "init": init}))
     }
     for name, changes in VARIANTS.items():
-        found[name] = experiment.cycle(f"{name} from {init}", scheme, {**few, **changes, "init": init, "rounds": 1})
-    return found
+        candidates[name] = experiment.cycle(
+            f"{name} from {init}", scheme, {**few, **changes, "init": init, "rounds": 1}
+        )
+    return candidates
 
 
 def _bank_size(experiment: Experiment) -> int:
@@ -134,9 +136,8 @@ def run(experiment: Experiment) -> Result:
     with experiment.session(
         f"motivation-bank-{scheme}", scheme, experiment.calibration(_bank_size(experiment))
     ) as session:
-        theta = make_theta(session, made[first]["init"])
-        recipe = experiment.recipe(scheme)
-        bank = visit(session, made[first]["init"].name, speaker(session, theta, scheme), recipe)
+        name, recipe = made[first]["init"].name, experiment.recipe(scheme)
+        bank = visit(session, name, speaker(session, compared.theta(name), scheme), recipe)
     names = {init: {name: one.name for name, one in of.items()} for init, of in made.items()}
     return result(compared, names, loops, correlation(bank, experiment.settings.seed), experiment)
 
@@ -171,7 +172,7 @@ def result(
     of = names[first]
     delay = compared.difference(of["static"], of[UNANCHORED], "first_fork")
     harm = compared.gain(of["static"], of[UNANCHORED])
-    kept = compared.gain(of["static"], of["on-policy"])
+    accuracy = compared.gain(of["static"], of["on-policy"])
     measures = {name: over_seeds(of_seeds, prompts) for name, of_seeds in loops[first].items()}
     anchored = measures["static"], measures["on-policy"]
     closed = guarded(resampler.difference(*anchored), differing(*anchored))
@@ -179,7 +180,7 @@ def result(
     moved = guarded(resampler.difference(*behind), differing(*behind))
     moved = _relative(moved, resampler.estimate(behind[0]))
     label = compared.report.labels[compared.measure].name
-    closed_there, kept_there = (
+    closed_there, accuracy_there = (
         paper_interval(there[name]) for name in ("closed_loop_with_anchor", "accuracy_with_anchor")
     )
     numbers = there["correlation"]
@@ -222,9 +223,9 @@ def result(
         ),
         Claim(
             f"(c) ... and accuracy stays within {COMPARABLE:g} points of it",
-            shown(kept_there, 1, True),
-            f"{shown(kept, 2, True)} ({label})",
-            within(kept, COMPARABLE),
+            shown(accuracy_there, 1, True),
+            f"{shown(accuracy, 2, True)} ({label})",
+            within(accuracy, COMPARABLE),
         ),
         Claim(
             f"Local JS says little of the branch consequence: correlations below {WEAK}",

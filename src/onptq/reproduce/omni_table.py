@@ -43,7 +43,7 @@ def run(experiment: Experiment) -> Result:
     if "audio" not in experiment.source.family.modalities:
         raise OnPTQError(f"{experiment.settings.model} hears nothing; expected --omni with a model that does")
     schemes = SCHEMES if experiment.settings.scheme is None else (experiment.settings.scheme,)
-    compared = experiment.compare(f"methods-{'-'.join(schemes)}", tables.candidates(experiment, schemes), schemes[0])
+    compared = experiment.compare(f"{NAME}-{'-'.join(schemes)}", tables.candidates(experiment, schemes), schemes[0])
     pictures = [item for item in experiment.items() if item.prompt.images and not item.prompt.audios]
     spoken = [one for one in tables.average_of(compared) if compared.report.labels[one].less_is_better]
     judges = [Judge(("LibriSpeech WER", "WenetSpeech WER"), LOWEST, compared, task) for task in spoken]
@@ -92,9 +92,9 @@ def result(
         for method in tables.methods(compared, scheme)
         for mark in as_mark(method, scheme, compared.figure(tables.name_of(method, scheme), compared.measure))
     ]
-    found = [tables.table(compared, schemes, tables.average_of(compared)), tables.paper_table(there)]
+    both = [tables.table(compared, schemes, tables.average_of(compared)), tables.paper_table(there)]
     label = compared.report.labels[compared.measure].name
-    return Result(NAME, TITLE, claims, found, differs, Picture(TITLE, label, marks), settings)
+    return Result(NAME, TITLE, claims, both, differs, Picture(TITLE, label, marks), settings)
 
 
 def _claims(judges: Sequence[Judge], scheme: str, there: Mapping[str, Any]) -> list[Claim]:

@@ -24,11 +24,11 @@ POINT = {"type": "point", "filled": True, "size": 60, "opacity": 1}
 
 
 def write_page(
-    result: Result, command: str, folder: Path, tell: Callable[[str], None] = lambda text: None
+    result: Result, command: str, folder: Path, note: Callable[[str], None] = lambda text: None
 ) -> list[Path]:
     """Write NAME.json, NAME.md and, with `onptq[figures]`, NAME.svg and NAME.png; return what was written.
 
-    `tell` gets why there is no picture where one cannot be drawn.
+    `note` gets why there is no picture where one cannot be drawn.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = {".json": to_json(result.to_dict() | {"command": command}, indent=2) + "\n"}
@@ -40,7 +40,7 @@ def write_page(
                 write(drawn, folder / f"{result.name}{suffix}")
                 written.append(folder / f"{result.name}{suffix}")
         except OnPTQError as error:  # an optional package draws
-            tell(f"no picture of {result.name}: {error}")
+            note(f"no picture of {result.name}: {error}")
     files[".md"] = markdown(result, command, drawn=bool(written))
     for suffix, text in files.items():
         path = folder / f"{result.name}{suffix}"
@@ -95,15 +95,15 @@ def _cell(value: Cell) -> str:
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def plot(name: str, found: Picture) -> Plot:
+def plot(name: str, drawn: Picture) -> Plot:
     """Values with their intervals, coloured by group; beside each other where a row has several."""
     rows = [
         {"row": one.row, "group": one.group, "value": one.value, "low": one.low, "high": one.high}
-        for one in found.marks
+        for one in drawn.marks
     ]
-    groups = list(dict.fromkeys(one.group for one in found.marks))
-    names = list(dict.fromkeys(one.row for one in found.marks))
-    beside = len(found.marks) > len(names)
+    groups = list(dict.fromkeys(one.group for one in drawn.marks))
+    names = list(dict.fromkeys(one.row for one in drawn.marks))
+    beside = len(drawn.marks) > len(names)
     offset = {"yOffset": {"field": "group", "sort": groups}} if beside else {}
     body: dict[str, Any] = {
         "data": values(rows),
@@ -115,20 +115,20 @@ def plot(name: str, found: Picture) -> Plot:
         },
         "layer": [
             {
-                "mark": {"type": "bar", "opacity": 0.6} if found.bars else POINT,
+                "mark": {"type": "bar", "opacity": 0.6} if drawn.bars else POINT,
                 "encoding": {
-                    "x": quantity("value", found.unit or "value", scale={"zero": found.bars}),
+                    "x": quantity("value", drawn.unit or "value", scale={"zero": drawn.bars}),
                     "tooltip": tips(("row", "row"), ("group", "group"), ("value", "value")),
                 },
             },
             {
                 "mark": {"type": "rule", "strokeWidth": 2},
                 "transform": [{"filter": "datum.low != null && datum.high != null"}],
-                "encoding": {"x": quantity("low", found.unit or "value"), "x2": {"field": "high"}},
+                "encoding": {"x": quantity("low", drawn.unit or "value"), "x2": {"field": "high"}},
             },
         ],
     }
-    return picture(name, found.title, f"{'Bars' if found.bars else 'Points'} with 95% intervals.", body)
+    return picture(name, drawn.title, f"{'Bars' if drawn.bars else 'Points'} with 95% intervals.", body)
 
 
 def write_summary(folder: Path) -> Path:
@@ -158,6 +158,6 @@ def summary(results: Sequence[Mapping[str, Any]], where: str) -> str:
             cells = " | ".join(_cell(claim[part]) for part in ("says", "paper", "here"))
             lines.append(f"| {name} | {cells} | **{claim['verdict']}** |")
     counts = ["holds", "does not hold", "open", "not measured"]
-    found = [claim["verdict"] for one in results for claim in one["claims"]]
-    told = ", ".join(f"{found.count(verdict)} {verdict}" for verdict in counts if verdict in found)
-    return "\n".join(lines) + f"\n\n{EXPLAINED}\n\nOf {len(found)} claims: {told}.\n"
+    verdicts = [claim["verdict"] for one in results for claim in one["claims"]]
+    total = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in counts if verdict in verdicts)
+    return "\n".join(lines) + f"\n\n{EXPLAINED}\n\nOf {len(verdicts)} claims: {total}.\n"

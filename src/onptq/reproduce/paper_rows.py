@@ -13,8 +13,8 @@ from onptq.evaluate.statistics import Interval
 def paper(name: str) -> dict[str, Any]:
     """The rows of `paper/NAME.yaml`."""
     text = resources.files("onptq.reproduce").joinpath("paper", f"{name}.yaml").read_text(encoding="utf-8")
-    found: dict[str, Any] = yaml.safe_load(text)
-    return found
+    rows: dict[str, Any] = yaml.safe_load(text)
+    return rows
 
 
 def paper_interval(numbers: dict[str, float]) -> Interval:

@@ -57,8 +57,8 @@ def hidden_errors(
         blocks: dict[Side, list[Tensor]] = {"D": [], "Q": []}
         for side in SIDES:
 
-            def observe(_: int, hidden: Tensor, kept: list[Tensor] = blocks[side], at: Tensor = at) -> None:
-                kept.append(hidden[0, at].float())
+            def observe(_: int, hidden: Tensor, seen: list[Tensor] = blocks[side], at: Tensor = at) -> None:
+                seen.append(hidden[0, at].float())
 
             with policy.speaking(side):
                 policy.run(whole_prompts(sequence), observe=observe)
@@ -79,7 +79,7 @@ def closed_loop(
     the first token in which the responses differ."""
     of_dense, of_quant = ({one.prompt: one for one in each} for each in (dense, quantized))
     policy = prefixes.policy
-    found: list[tuple[int, int, float, bool]] = []
+    rows: list[tuple[int, int, float, bool]] = []
 
     def read_batch(index: int) -> int:
         batch = prefixes.batches[index]
@@ -94,13 +94,13 @@ def closed_loop(
             apart = js_divergence(*(policy.logits(each[row, :count]).float() for each in hidden)).tolist()
             fork = first_difference(*tokens)
             here += [(prompt.ordinal, t, js, t > fork) for t, js in enumerate(apart, start=1)]
-        found.extend(here)
+        rows.extend(here)
         return len(batch.prompts)
 
     for prompts in prefixes.map_batches(read_batch):
         advance(prompts)
-    found.sort()
-    prompt, t, js, behind = zip(*found, strict=True)
+    rows.sort()
+    prompt, t, js, behind = zip(*rows, strict=True)
     return {
         "prompt": np.array(prompt, np.int32),
         "t": np.array(t, np.int32),

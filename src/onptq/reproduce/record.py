@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -55,7 +55,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Result:
-    """One result of the paper, as it was found here."""
+    """One result of the paper, as it was measured here."""
 
     name: str
     title: str
@@ -72,7 +72,7 @@ class Result:
 
 
 def above(interval: Interval, bound: float = 0.0) -> Verdict:
-    """Whether a value is above the bound: told by where its whole interval lies."""
+    """Whether a value is above the bound, by where its whole interval lies."""
     if interval.value is None:
         return "not measured"
     if interval.low is None or interval.high is None or interval.low == interval.high:  # too little was seen to say
@@ -90,18 +90,16 @@ def below(interval: Interval, bound: float = 0.0) -> Verdict:
 def within(interval: Interval, bound: float) -> Verdict:
     """Whether a value is between -bound and bound."""
     verdicts = {above(interval, -bound), below(interval, bound)}
-    for found in ("not measured", "does not hold", "open"):
-        if found in verdicts:
-            return found  # type: ignore[return-value]
-    return "holds"
+    return _first(("not measured", "does not hold", "open"), verdicts)
 
 
 def all_of(verdicts: Sequence[Verdict]) -> Verdict:
     """A claim with several parts holds where all of them do, and fails with any of them."""
-    for found in ("does not hold", "open", "not measured"):
-        if found in verdicts:
-            return found  # type: ignore[return-value]
-    return "holds" if verdicts else "not measured"
+    return _first(("does not hold", "open", "not measured"), verdicts) if verdicts else "not measured"
+
+
+def _first(order: Sequence[Verdict], verdicts: Collection[Verdict]) -> Verdict:
+    return next((one for one in order if one in verdicts), "holds")
 
 
 def guarded(difference: Interval, differing: int) -> Interval:

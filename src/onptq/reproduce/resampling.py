@@ -26,12 +26,12 @@ def resampled(
     if len(prompts) < 2:
         return tuple(_interval(value, np.zeros(0)) for value in values)
     of_prompt = np.split(np.argsort(prompt, kind="stable"), np.cumsum(np.unique(prompt, return_counts=True)[1])[:-1])
-    found = np.full((replicates, len(statistics)), np.nan)
+    drawn_values = np.full((replicates, len(statistics)), np.nan)
     for number, drawn in enumerate(draw(len(prompts), replicates, (seed, zlib.crc32(PROMPTS.encode())))):
         times = drawn.astype(np.int64)
         rows = np.concatenate([np.tile(of_prompt[place], times[place]) for place in np.flatnonzero(times)])
-        found[number] = [statistic(rows) for statistic in statistics]
-    return tuple(_interval(value, found[:, column]) for column, value in enumerate(values))
+        drawn_values[number] = [statistic(rows) for statistic in statistics]
+    return tuple(_interval(value, drawn_values[:, column]) for column, value in enumerate(values))
 
 
 def difference(first: Statistic, second: Statistic) -> Statistic:
@@ -71,11 +71,11 @@ def auroc(score: Column, positive: Column) -> Statistic:
     """The chance that a positive row has a larger score than a negative one; equals count half."""
 
     def statistic(rows: Column) -> float:
-        found, rank = positive[rows], ranks(score[rows])
-        ones, zeros = int(found.sum()), int((~found).sum())
+        chosen, rank = positive[rows], ranks(score[rows])
+        ones, zeros = int(chosen.sum()), int((~chosen).sum())
         if not ones or not zeros:
             return float("nan")
-        return float((rank[found].sum() - ones * (ones + 1) / 2) / (ones * zeros))
+        return float((rank[chosen].sum() - ones * (ones + 1) / 2) / (ones * zeros))
 
     return statistic
 
@@ -118,8 +118,8 @@ def ranks(values: Column) -> Column:
     """Ranks from 1; equals have the mean of theirs."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    found: Column = (last - (counts - 1) / 2)[place]
-    return found
+    rank: Column = (last - (counts - 1) / 2)[place]
+    return rank
 
 
 def _correlation(first: Column, second: Column) -> float:

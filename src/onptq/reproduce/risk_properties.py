@@ -11,7 +11,7 @@ import numpy as np
 from onptq.bank import Column, States, Trajectory, read_trajectories
 from onptq.evaluate.statistics import Interval
 from onptq.evaluate.store import path_of
-from onptq.reproduce.banks import Bank, make_theta, speaker, visit
+from onptq.reproduce.banks import Bank, bank_of_init, make_theta
 from onptq.reproduce.common import differing_setup, percent
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.paper_rows import paper
@@ -60,8 +60,10 @@ def mismatches(bank: Bank, seed: int = 0) -> Mismatches:
     mismatch, high = usable.mismatch, usable.high
     of_mismatch, of_all = share(high, mismatch), share(high)
     ratio: Statistic = lambda rows: of_mismatch(rows) / (of_all(rows) or np.nan)  # noqa: E731
-    found = resampled((share(mismatch), share(mismatch & high), of_all, of_mismatch, ratio), usable.states.prompt, seed)
-    return Mismatches(len(usable.states), *found)
+    intervals = resampled(
+        (share(mismatch), share(mismatch & high), of_all, of_mismatch, ratio), usable.states.prompt, seed
+    )
+    return Mismatches(len(usable.states), *intervals)
 
 
 def concentration(bank: Bank, seed: int = 0) -> Concentration:
@@ -69,8 +71,8 @@ def concentration(bank: Bank, seed: int = 0) -> Concentration:
     usable = bank.usable
     risk = usable.states.risk
     statistics = [*(mass_of_top(risk, top) for top in TOPS), *(rows_of_mass(risk, mass) for mass in MASSES)]
-    found = resampled(statistics, usable.states.prompt, seed)
-    mass, states = found[: len(TOPS)], found[len(TOPS) :]
+    intervals = resampled(statistics, usable.states.prompt, seed)
+    mass, states = intervals[: len(TOPS)], intervals[len(TOPS) :]
     return Concentration(dict(zip(TOPS, mass, strict=True)), dict(zip(MASSES, states, strict=True)))
 
 
@@ -100,11 +102,8 @@ def _selected(states: States, trajectories: Sequence[Trajectory]) -> list[tuple[
 
 def run(experiment: Experiment) -> Result:
     scheme = experiment.settings.scheme or SCHEME
-    with experiment.session(f"states-{scheme}", scheme, experiment.bank_prompts()) as session:
-        recipe = experiment.recipe(scheme)
-        init = experiment.base(recipe.init, scheme)
-        theta = make_theta(session, init)
-        bank = visit(session, init.name, speaker(session, theta, scheme), recipe)
+    with bank_of_init(experiment, scheme) as init:
+        session, bank = init.session, init.bank
         changes = {"rounds": 2, "select.per_prompt": PER_PROMPT}
         updates = []
         for one in experiment.cycles("onptq two states per prompt", scheme, changes):
@@ -127,21 +126,21 @@ def read_round(run: Run, k: int) -> tuple[States, list[Trajectory]]:
     )
 
 
-def result(found: Mismatches, mass: Concentration, moved: Migration, settings: Mapping[str, Any]) -> Result:
+def result(shares: Mismatches, mass: Concentration, moved: Migration, settings: Mapping[str, Any]) -> Result:
     there = paper(NAME)
     claims = [
         Claim(
             f"High-consequence mismatches are sparse: fewer than {FEW:.0%} of the mismatches",
             f"{there['high_of_mismatch']}% of the mismatches; {there['mismatch']}% of states are mismatches, "
             f"{there['joint']}% both",
-            f"{percent(found.high_of_mismatch)} of the mismatches; {percent(found.mismatch)} and {percent(found.joint)}",
-            below(found.high_of_mismatch, FEW),
+            f"{percent(shares.high_of_mismatch)} of the mismatches; {percent(shares.mismatch)} and {percent(shares.joint)}",
+            below(shares.high_of_mismatch, FEW),
         ),
         Claim(
             f"A mismatch weakly enriches future consequence: less than {SMALL_LIFT} times",
             f"{there['high']}% of all states, {there['high_of_mismatch']}% of mismatches",
-            f"{percent(found.high)}, {percent(found.high_of_mismatch)}: {shown(found.lift)} times",
-            below(found.lift, SMALL_LIFT),
+            f"{percent(shares.high)}, {percent(shares.high_of_mismatch)}: {shown(shares.lift)} times",
+            below(shares.lift, SMALL_LIFT),
         ),
         Claim(
             f"Risk is concentrated: fewer than {FEW:.0%} of the states hold 80% of it",
@@ -157,10 +156,10 @@ def result(found: Mismatches, mass: Concentration, moved: Migration, settings: M
         ),
     ]
     rows: list[list[Cell]] = [
-        ["mismatches, % of states", there["mismatch"], percent(found.mismatch)],
-        ["mismatches of high consequence, % of states", there["joint"], percent(found.joint)],
-        ["high consequence, % of states", there["high"], percent(found.high)],
-        ["high consequence, % of mismatches", there["high_of_mismatch"], percent(found.high_of_mismatch)],
+        ["mismatches, % of states", there["mismatch"], percent(shares.mismatch)],
+        ["mismatches of high consequence, % of states", there["joint"], percent(shares.joint)],
+        ["high consequence, % of states", there["high"], percent(shares.high)],
+        ["high consequence, % of mismatches", there["high_of_mismatch"], percent(shares.high_of_mismatch)],
         *([f"risk in the top {top:.0%}, %", there["mass"][round(100 * top)], percent(mass.mass[top])] for top in TOPS),
         *(
             [f"states that hold {held:.0%} of the risk, %", there["states_of_mass"][round(100 * held)], percent(one)]
@@ -170,18 +169,18 @@ def result(found: Mismatches, mass: Concentration, moved: Migration, settings: M
         ["selected again, prompt and timestep, %", there["retention"]["timestep"], percent(moved.timestep)],
     ]
     marks = [
-        *as_mark("mismatch", "here", found.mismatch),
-        *as_mark("mismatch and consequential", "here", found.joint),
-        *as_mark("consequential", "here", found.high),
-        *as_mark("consequential, of mismatches", "here", found.high_of_mismatch),
+        *as_mark("mismatch", "here", shares.mismatch),
+        *as_mark("mismatch and consequential", "here", shares.joint),
+        *as_mark("consequential", "here", shares.high),
+        *as_mark("consequential, of mismatches", "here", shares.high_of_mismatch),
         *as_mark("states with 50% of the risk", "here", mass.states[0.5]),
         *as_mark("states with 80% of the risk", "here", mass.states[0.8]),
         *as_mark("selected again, exact prefix", "here", moved.exact),
         *as_mark("selected again, timestep", "here", moved.timestep),
     ]
     differs = [
-        *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "767 states of 32 prompts", asked=False),
-        f"{found.states} states have valid branches: both futures have at least one state to compare.",
+        *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "767 states of 32 prompts", graded=False),
+        f"{shares.states} states have valid branches: both futures have at least one state to compare.",
         f'The thresholds of "sparse", "concentrated" ({FEW:.0%}) and "weakly" ({SMALL_LIFT} times) are ours.',
         "The bank is that of the init, whatever the seeds; the migration is from the first round of OnPTQ to its second, "
         "with several seeds over the selected states of all of them.",

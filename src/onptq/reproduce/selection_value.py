@@ -19,7 +19,7 @@ from onptq.evaluate.statistics import Interval, Measure, Part, Resampler, Seeded
 from onptq.evaluate.store import THETA, path_of
 from onptq.recipe import RiskConfig
 from onptq.registry import SELECTION_RULES
-from onptq.reproduce.banks import Bank, make_theta, speaker, visit
+from onptq.reproduce.banks import Bank, bank_of_init, make_theta, speaker
 from onptq.reproduce.common import differing_setup
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.paper_rows import paper
@@ -124,12 +124,8 @@ def _change(resampler: Resampler, other: Single | Seeded, ours: Single | Seeded)
 
 def run(experiment: Experiment) -> Result:
     scheme = experiment.settings.scheme or SCHEME
-    prompts = experiment.bank_prompts()
-    with SELECTION_RULES.lending(POOLED), experiment.session(f"states-{scheme}", scheme, prompts) as session:
-        recipe = experiment.recipe(scheme)
-        init = experiment.base(recipe.init, scheme)
-        theta = make_theta(session, init)
-        bank = visit(session, init.name, speaker(session, theta, scheme), recipe)
+    with SELECTION_RULES.lending(POOLED), bank_of_init(experiment, scheme) as init:
+        session, recipe, bank = init.session, init.recipe, init.bank
         margins = {INIT: [_margins(session, bank, init.name, scheme)]}
         for rule in RULES:
             changes = {
@@ -158,7 +154,7 @@ def _margins(session: Session, bank: Bank, name: str, scheme: str) -> Margins:
     return session.run.step(f"margins/{folder_name(name)}.parquet", MARGINS, measure)
 
 
-def result(found: Selection, settings: Mapping[str, Any]) -> Result:
+def result(selected: Selection, settings: Mapping[str, Any]) -> Result:
     there = paper(NAME)
     ours, subset = there["rows"]["onptq"], "joint-critical"
 
@@ -174,8 +170,8 @@ def result(found: Selection, settings: Mapping[str, Any]) -> Result:
         )
 
     claims = [
-        claim("mean erosion", 4, found.erosion, found.erosion_change, ""),
-        claim("share of margin flips", 5, found.flips, found.flips_change, "%"),
+        claim("mean erosion", 4, selected.erosion, selected.erosion_change, ""),
+        claim("share of margin flips", 5, selected.flips, selected.flips_change, "%"),
     ]
     heads = ["rule"]
     for name in SUBSETS:
@@ -188,19 +184,19 @@ def result(found: Selection, settings: Mapping[str, Any]) -> Result:
                 for place, name in enumerate(SUBSETS)
                 for cell in (
                     there["rows"][rule][2 * place],
-                    shown(found.erosion[rule][name], 3),
+                    shown(selected.erosion[rule][name], 3),
                     there["rows"][rule][2 * place + 1],
-                    shown(found.flips[rule][name], 1),
+                    shown(selected.flips[rule][name], 1),
                 )
             ),
         ]
-        for rule in found.erosion
+        for rule in selected.erosion
     ]
-    marks = [mark for rule in found.erosion for mark in as_mark(rule, subset, found.erosion[rule][subset])]
-    counts = ", ".join(f"{count} {name}" for name, count in found.states.items())
+    marks = [mark for rule in selected.erosion for mark in as_mark(rule, subset, selected.erosion[rule][subset])]
+    counts = ", ".join(f"{count} {name}" for name, count in selected.states.items())
     differs = [
         *differing_setup(
-            settings, "Qwen2.5-VL-7B-Instruct", "767 states, 185 mismatches, 39 joint-critical", asked=False
+            settings, "Qwen2.5-VL-7B-Instruct", "767 states, 185 mismatches, 39 joint-critical", graded=False
         ),
         f"States here: {counts}.",
         "The paper does not say which mismatch and which near miss a prompt contributes: here those of the largest erosion. "

@@ -36,6 +36,7 @@ class Scale:
 
 SCALES: Mapping[str, Scale] = {
     "quick": Scale("quick", prompts=8, bank=8, examples=8, items=6, tokens=20, epochs=1, init_prompts=4),
+    "medium": Scale("medium", prompts=48, bank=24, examples=48, items=50, tokens=64, epochs=4),
     "full": Scale("full", prompts=128, bank=32, examples=120, items=100, tokens=64, epochs=4),
 }
 

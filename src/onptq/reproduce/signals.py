@@ -1,4 +1,4 @@
-"""Table 10: how each signal of a state tells its mismatch and its future consequence."""
+"""Table 10: how well each signal of a state predicts its mismatch and its future consequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from onptq.bank import Column
 from onptq.evaluate.statistics import Interval
-from onptq.reproduce.banks import Bank, make_theta, speaker, visit
+from onptq.reproduce.banks import Bank, bank_of_init
 from onptq.reproduce.common import differing_setup
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.paper_rows import paper
@@ -44,7 +44,7 @@ def signals(bank: Bank, hidden: Column, seed: int = 0) -> Signals:
         "consequence": states.consequence,
         "risk": states.risk,
     }
-    tells = {name: auroc(column, mismatch) for name, column in columns.items()}
+    detects = {name: auroc(column, mismatch) for name, column in columns.items()}
     follows = {name: spearman(column, usable.far) for name, column in columns.items()}
     every = np.arange(len(states))
 
@@ -53,72 +53,69 @@ def signals(bank: Bank, hidden: Column, seed: int = 0) -> Signals:
         best = max(others, key=lambda other: -np.inf if np.isnan(others[other]) else others[other])
         return difference(of[best], of[name])
 
-    statistics = [*tells.values(), *follows.values(), lead(tells, "JS"), lead(follows, "consequence")]
-    found = resampled(statistics, states.prompt, seed)
+    statistics = [*detects.values(), *follows.values(), lead(detects, "JS"), lead(follows, "consequence")]
+    intervals = resampled(statistics, states.prompt, seed)
     count = len(columns)
     return Signals(
         len(states),
-        dict(zip(columns, found[:count], strict=True)),
-        dict(zip(columns, found[count : 2 * count], strict=True)),
-        *found[2 * count :],
+        dict(zip(columns, intervals[:count], strict=True)),
+        dict(zip(columns, intervals[count : 2 * count], strict=True)),
+        *intervals[2 * count :],
     )
 
 
 def run(experiment: Experiment) -> Result:
     scheme = experiment.settings.scheme or SCHEME
-    with experiment.session(f"states-{scheme}", scheme, experiment.bank_prompts()) as session:
-        recipe = experiment.recipe(scheme)
-        init = experiment.base(recipe.init, scheme)
-        speak = speaker(session, make_theta(session, init), scheme)
-        bank = visit(session, init.name, speak, recipe)
+    with bank_of_init(experiment, scheme) as init:
+        session, bank = init.session, init.bank
 
         def errors() -> dict[str, Column]:
-            speak()
+            init.speak()
             with session.reporter.phase("Hidden errors", total=len(session.prompts), unit="prompts") as bar:
-                found = hidden_errors(session.prefixes(), bank.trajectories, bank.states, bar.advance)
-            return {"error": found}
+                error = hidden_errors(session.prefixes(), bank.trajectories, bank.states, bar.advance)
+            return {"error": error}
 
         hidden = session.run.step("hidden.parquet", COLUMNS, errors)["error"]
     return result(signals(bank, hidden, experiment.settings.seed), experiment.settings.describe())
 
 
-def result(found: Signals, settings: Mapping[str, Any]) -> Result:
+def result(measured: Signals, settings: Mapping[str, Any]) -> Result:
     there = paper(NAME)["rows"]
     claims = [
         Claim(
-            "Same-state JS tells current mismatches best of all signals",
+            "Same-state JS predicts current mismatches best of all signals",
             f"AUROC {there['JS'][0]:.3f}; the next, risk, {there['risk'][0]:.3f}",
-            f"AUROC {shown(found.auroc['JS'], 3)}; ahead of the best other by {shown(found.auroc_lead, 3, True)}",
-            above(found.auroc_lead),
+            f"AUROC {shown(measured.auroc['JS'], 3)}; ahead of the best other by {shown(measured.auroc_lead, 3, True)}",
+            above(measured.auroc_lead),
         ),
         Claim(
             "Branch consequence follows future consequence best of all signals",
             f"Spearman {there['consequence'][1]:.3f}; the next, risk, {there['risk'][1]:.3f}",
-            f"Spearman {shown(found.spearman['consequence'], 3)}; ahead of the best other by "
-            f"{shown(found.spearman_lead, 3, True)}",
-            above(found.spearman_lead),
+            f"Spearman {shown(measured.spearman['consequence'], 3)}; ahead of the best other by "
+            f"{shown(measured.spearman_lead, 3, True)}",
+            above(measured.spearman_lead),
         ),
         Claim(
             f"Hidden error says little of mismatch: AUROC below {UNINFORMATIVE}",
             f"{there['hidden error'][0]:.3f}",
-            shown(found.auroc["hidden error"], 3),
-            below(found.auroc["hidden error"], UNINFORMATIVE),
+            shown(measured.auroc["hidden error"], 3),
+            below(measured.auroc["hidden error"], UNINFORMATIVE),
         ),
     ]
     rows = [
-        [name, there[name][0], shown(found.auroc[name], 3), there[name][1], shown(found.spearman[name], 3)]
-        for name in found.auroc
+        [name, there[name][0], shown(measured.auroc[name], 3), there[name][1], shown(measured.spearman[name], 3)]
+        for name in measured.auroc
     ]
     heads = ("signal", "mismatch AUROC, paper", "here", "future Spearman, paper", "here")
     marks = [
         mark
-        for group, of in (("mismatch AUROC", found.auroc), ("future Spearman", found.spearman))
+        for group, of in (("mismatch AUROC", measured.auroc), ("future Spearman", measured.spearman))
         for name, interval in of.items()
         for mark in as_mark(name, group, interval)
     ]
     differs = [
-        *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "767 states of 32 prompts", asked=False),
-        f"{found.states} states of the init have valid branches.",
+        *differing_setup(settings, "Qwen2.5-VL-7B-Instruct", "767 states of 32 prompts", graded=False),
+        f"{measured.states} states of the init have valid branches.",
         "The future is the consequence at H = 16. Its first four tokens are those of the branch consequence itself.",
         f"The threshold {UNINFORMATIVE} is ours.",
     ]

@@ -27,14 +27,14 @@ OURS = "OnPTQ"
 def candidates(experiment: Experiment, schemes: Sequence[str]) -> list[MethodCandidate]:
     """Every method in every scheme; OnPTQ by the paper's recipe from the init."""
     return [
-        experiment.cycle(OURS, scheme) if method == OURS else experiment.base(name, scheme)
+        experiment.cycle(name, scheme) if method == OURS else experiment.base(name, scheme)
         for scheme in schemes
         for method, name in METHODS.items()
     ]
 
 
 def name_of(method: str, scheme: str) -> str:
-    return f"{OURS if method == OURS else METHODS[method]}:{scheme}"
+    return f"{METHODS[method]}:{scheme}"
 
 
 def methods(compared: Compared, scheme: str) -> list[str]:
@@ -113,7 +113,7 @@ def lead(compared: Compared, scheme: str, measure: str) -> tuple[str, Interval]:
 
 
 def lead_claim(compared: Compared, scheme: str, measure: str, says: str, paper: str, called: str = "") -> Claim:
-    """A claim that OnPTQ is the best of a scheme: told by its paired difference from the best other method.
+    """A claim that OnPTQ is the best of a scheme, by its paired difference from the best other method.
 
     `called` names the measure where its own name says too little.
     """

@@ -10,7 +10,7 @@ import numpy as np
 
 from onptq.bank import Column
 from onptq.evaluate.statistics import Interval
-from onptq.reproduce.banks import Bank, make_theta, speaker, visit
+from onptq.reproduce.banks import Bank, bank_of_init
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.probes import ACTIONS, COLUMNS, Actions, action_values, likely_actions
 from onptq.reproduce.record import Cell, Claim, Picture, Result, Table, Verdict, above, as_mark, shown
@@ -60,38 +60,35 @@ def theory(bank: Bank, actions: Actions, seed: int = 0) -> Theory:
         "Consequence, span": spearman(states.consequence, span),
         "Consequence, value difference of the pair": spearman(states.consequence, apart),
     }
-    found = dict(zip(statistics, resampled(list(statistics.values()), states.prompt, seed), strict=True))
+    intervals = dict(zip(statistics, resampled(list(statistics.values()), states.prompt, seed), strict=True))
     return Theory(
         len(states),
         int((deviation > bound + EXACT).sum()),
         float(np.nanmax(ratio)) if known.any() else 0.0,
-        found.pop("tightness"),
+        intervals.pop("tightness"),
         float(np.abs(left - right).max()),
         float(np.nanmax(np.abs(odds - states.margin_dense)[np.isfinite(odds)], initial=0.0)),
-        found.pop("covered"),
-        found,
+        intervals.pop("covered"),
+        intervals,
     )
 
 
 def run(experiment: Experiment) -> Result:
     scheme = experiment.settings.scheme or SCHEME
-    with experiment.session(f"states-{scheme}", scheme, experiment.bank_prompts()) as session:
-        recipe = experiment.recipe(scheme)
-        init = experiment.base(recipe.init, scheme)
-        speak = speaker(session, make_theta(session, init), scheme)
-        bank = visit(session, init.name, speak, recipe)
+    with bank_of_init(experiment, scheme) as init:
+        session, bank = init.session, init.bank
 
         def values() -> dict[str, Column]:
-            speak()
+            init.speak()
             prefixes, states = session.prefixes(), bank.states
-            found = likely_actions(prefixes, bank.trajectories, states)
-            tokens = found["tokens"].reshape(-1, ACTIONS)
+            actions = likely_actions(prefixes, bank.trajectories, states)
+            tokens = actions["tokens"].reshape(-1, ACTIONS)
             total = (1 + ACTIONS // 2) * len(states)
             with session.reporter.phase("Values of actions", total=total, unit="states") as bar:
                 value = action_values(
                     prefixes, bank.trajectories, states, tokens, FAR, session.policy().eos, bar.advance
                 )
-            return found | {"value": value.ravel()}
+            return actions | {"value": value.ravel()}
 
         columns = session.run.step("actions.parquet", COLUMNS, values)
     shaped = {name: columns[name].reshape(-1, ACTIONS) for name in ("dense", "quant", "value")}
@@ -99,22 +96,22 @@ def run(experiment: Experiment) -> Result:
     return result(theory(bank, actions, experiment.settings.seed), experiment.settings.describe())
 
 
-def result(found: Theory, settings: Mapping[str, Any]) -> Result:
-    tracked = found.tracked
-    holds: Verdict = "holds" if not found.violations else "does not hold"
-    exact: Verdict = "holds" if found.identity < EXACT else "does not hold"
+def result(measured: Theory, settings: Mapping[str, Any]) -> Result:
+    tracked = measured.tracked
+    holds: Verdict = "holds" if not measured.violations else "does not hold"
+    exact: Verdict = "holds" if measured.identity < EXACT else "does not hold"
     claims = [
         Claim(
             "Theorem 1: the deviation is at most TV times span, at any state",
             "proved",
-            f"{found.violations} violations at {found.states} states; deviation over bound is {shown(found.tightness)} "
-            f"on average, {found.largest:.2f} at most",
+            f"{measured.violations} violations at {measured.states} states; deviation over bound is {shown(measured.tightness)} "
+            f"on average, {measured.largest:.2f} at most",
             holds,
         ),
         Claim(
             "On two actions the deviation is exactly shifted mass times value difference",
             "proved",
-            f"largest error {found.identity:.1g}",
+            f"largest error {measured.identity:.1g}",
             exact,
         ),
         *(
@@ -137,13 +134,13 @@ def result(found: Theory, settings: Mapping[str, Any]) -> Result:
         ),
     ]
     rows: list[list[Cell]] = [
-        ["states", found.states],
-        ["violations of Theorem 1", found.violations],
-        ["deviation over bound, mean", shown(found.tightness, 3)],
-        ["deviation over bound, largest", f"{found.largest:.3f}"],
-        ["pair identity, largest error", f"{found.identity:.1g}"],
-        ["dense margin against log odds of the pair, largest difference", f"{found.log_odds:.1g}"],
-        ["probability that the actions hold", shown(found.covered, 3)],
+        ["states", measured.states],
+        ["violations of Theorem 1", measured.violations],
+        ["deviation over bound, mean", shown(measured.tightness, 3)],
+        ["deviation over bound, largest", f"{measured.largest:.3f}"],
+        ["pair identity, largest error", f"{measured.identity:.1g}"],
+        ["dense margin against log odds of the pair, largest difference", f"{measured.log_odds:.1g}"],
+        ["probability that the actions hold", shown(measured.covered, 3)],
     ]
     rows += [[f"Spearman of {name}", shown(interval, 3)] for name, interval in tracked.items()]
     differs = [

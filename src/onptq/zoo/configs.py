@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-PATCHES = {"qwen2.5-vl": 14, "qwen3-vl": 16, "qwen2.5-omni": 14}
+PATCHES = {"qwen2.5-vl": 14, "qwen3-vl": 16, "qwen3-vl-moe": 16, "qwen2.5-omni": 14}
 PROCESSORS = {
     "qwen2.5-vl": "Qwen2_5_VLProcessor",
     "qwen3-vl": "Qwen3VLProcessor",
+    "qwen3-vl-moe": "Qwen3VLProcessor",
     "qwen2.5-omni": "Qwen2_5OmniProcessor",
 }
 
@@ -28,10 +29,14 @@ class Dims:
     dtype: str
     rope_theta: float = 1e6
     context: int = 4096
+    width: int | None = None  # of a head; None: the heads share the hidden size
+    experts: int = 0  # of a layer, all with `expert_ffn`, of which every token takes `active`
+    active: int = 0
+    expert_ffn: int = 0
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.width or self.hidden // self.heads
 
     def mrope_section(self, parts: tuple[int, int, int]) -> list[int]:
         """Numbers of rotary frequencies for time, height and width, in the proportions of the published models."""
@@ -194,6 +199,21 @@ def _qwen3_vl(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
     }
 
 
+def _qwen3_vl_moe(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
+    config = _qwen3_vl(dims, ids, towers)
+    config["text_config"] |= {
+        "model_type": "qwen3_vl_moe_text",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": dims.expert_ffn,
+        "norm_topk_prob": True,
+        "num_experts": dims.experts,
+        "num_experts_per_tok": dims.active,
+    }
+    config["vision_config"] |= {"model_type": "qwen3_vl_moe"}
+    return config | {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"}
+
+
 def _qwen2_5_omni(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
     rope = {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": dims.mrope_section((2, 3, 3))}}
     token_ids = {
@@ -300,6 +320,7 @@ def _qwen3(dims: Dims, ids: Mapping[str, int], towers: Towers) -> JSON:
 CONFIGS: dict[str, Callable[[Dims, Mapping[str, int], Towers], JSON]] = {
     "qwen2.5-vl": _qwen2_5_vl,
     "qwen3-vl": _qwen3_vl,
+    "qwen3-vl-moe": _qwen3_vl_moe,
     "qwen2.5-omni": _qwen2_5_omni,
     "llama": _llama,
     "qwen2": _qwen2,

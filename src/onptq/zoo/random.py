@@ -156,7 +156,10 @@ def _draw(name: str, shape: tuple[int, ...], dims: Dims, seed: int, logit_std: f
     gain = next((gain for linear, gain in GAINS.items() if name.endswith(f"{linear}.weight")), 1.0)
     if name.endswith(RESIDUAL):
         gain *= math.sqrt(2 / dims.layers)  # so that the sum over all layers does not grow with their number
-    return normal * gain / math.sqrt(math.prod(shape[1:]))
+    inputs = (
+        shape[1] if ".experts." in name else math.prod(shape[1:])
+    )  # experts are stored as [experts, inputs, outputs]
+    return normal * gain / math.sqrt(inputs)
 
 
 def _make_outliers(name: str, weight: Tensor, factor: float) -> None:

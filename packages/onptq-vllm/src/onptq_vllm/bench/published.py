@@ -39,16 +39,16 @@ class Published:
 
 _QWEN2_5 = Dims(28, 3584, 18944, 28, 4, 152064, False, "bfloat16", context=128000)
 _QWEN3 = Dims(36, 4096, 12288, 32, 8, 151936, False, "bfloat16", rope_theta=5e6, context=262144)
+_QWEN3_TOWERS = Towers(1152, 16, 4304, deep_depth=27, deepstack=(8, 16, 24), positions=2304)
+_QWEN3_MIXTURE = Dims(
+    48, 2048, 6144, 32, 4, 151936, False, "bfloat16", 5e6, 262144, width=128, experts=128, active=8, expert_ffn=768
+)
 _WINDOWED = Towers(1280, 16, 3420, 32, 112, (7, 15, 23, 31))
 
 PUBLISHED = {
     "qwen2.5-vl-7b": Published("qwen2.5-vl", _QWEN2_5, _WINDOWED, (56 * 56, 12845056)),
-    "qwen3-vl-8b": Published(
-        "qwen3-vl",
-        _QWEN3,
-        Towers(1152, 16, 4304, deep_depth=27, deepstack=(8, 16, 24), positions=2304),
-        (65536, 16777216),
-    ),
+    "qwen3-vl-8b": Published("qwen3-vl", _QWEN3, _QWEN3_TOWERS, (65536, 16777216)),
+    "qwen3-vl-30b-a3b": Published("qwen3-vl-moe", _QWEN3_MIXTURE, _QWEN3_TOWERS, (65536, 16777216)),
     "qwen2.5-omni-7b": Published(
         "qwen2.5-omni",
         replace(_QWEN2_5, context=32768),

@@ -23,7 +23,7 @@ def bench(
         typer.Argument(
             metavar="MODEL...",
             help="Checkpoint folders, at most one of them dense. FOLDER@marlin names vLLM's kernels for one. qwen2.5-vl-7b, "
-            "qwen3-vl-8b and qwen2.5-omni-7b are these shapes with random weights.",
+            "qwen3-vl-8b, qwen3-vl-30b-a3b and qwen2.5-omni-7b are these shapes with random weights.",
         ),
     ],
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
