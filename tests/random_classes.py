@@ -60,6 +60,7 @@ class RandomClass:
     torchvision: bool = False  # whether its processor needs it
     modalities: frozenset[str] = frozenset({"text", "image"})
     audio: str = ""
+    examples: str = ""  # checkpoints of the class, for people
     others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tensors that its class does not load
 
 
@@ -89,6 +90,7 @@ CLASSES = {
         ("<image>",),
         "<image>",
         towers=("vision_tower", "multi_modal_projector"),
+        examples="LLaVA 1.5",
     ),
     "idefics3": RandomClass(
         "idefics3",
@@ -105,6 +107,7 @@ CLASSES = {
         "<image>",
         towers=("vision_model", "connector"),
         published={"pad_token_id": 0},
+        examples="Idefics3, Granite-Docling",
     ),
     "paddleocr_vl": RandomClass(
         "paddleocr_vl",
@@ -130,6 +133,7 @@ CLASSES = {
         {"image_token": "<|IMAGE_PLACEHOLDER|>"},
         towers=("visual", "projector"),
         published={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
+        examples="PaddleOCR-VL",
     ),
     "gemma3": RandomClass(
         "gemma3",
@@ -151,6 +155,7 @@ CLASSES = {
         "<start_of_image>",
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
         towers=("vision_tower", "multi_modal_projector"),
+        examples="Gemma 3: 4B, 12B, 27B",
     ),
     "internvl": RandomClass(
         "internvl",
@@ -175,6 +180,7 @@ CLASSES = {
         },
         towers=("vision_tower", "multi_modal_projector"),
         torchvision=True,
+        examples="InternVL3, InternVL3.5 (`-HF`)",
     ),
     "mistral3": RandomClass(
         "mistral3",
@@ -192,6 +198,7 @@ CLASSES = {
         "[IMG]",
         towers=("vision_tower", "multi_modal_projector"),
         torchvision=True,
+        examples="Mistral Small 3.1, 3.2",
     ),
     "ministral3": RandomClass(
         "mistral3",
@@ -225,6 +232,7 @@ CLASSES = {
         "[IMG]",
         towers=("vision_tower", "multi_modal_projector"),
         torchvision=True,
+        examples="Ministral 3",
     ),
     "qwen2_audio": RandomClass(
         "qwen2_audio",
@@ -241,6 +249,7 @@ CLASSES = {
         "<|audio_bos|><|AUDIO|><|audio_eos|>",
         towers=("audio_tower", "multi_modal_projector"),
         modalities=frozenset({"text", "audio"}),
+        examples="Qwen2-Audio",
     ),
     "mistral": RandomClass(
         "mistral",
@@ -250,6 +259,7 @@ CLASSES = {
         (),
         "",
         modalities=frozenset({"text"}),
+        examples="Mistral 7B",
     ),
     "phi3": RandomClass(
         "phi3",
@@ -266,6 +276,7 @@ CLASSES = {
         (),
         "",
         modalities=frozenset({"text"}),
+        examples="Phi-3, Phi-4",
     ),
     "glm4v": RandomClass(
         "glm4v",
@@ -298,6 +309,7 @@ CLASSES = {
             | {"mrope_section": [8, 12, 12]}
         },
         torchvision=True,
+        examples="GLM-4.1V-9B",
     ),
     "gemma4": RandomClass(
         "gemma4",
@@ -333,6 +345,7 @@ CLASSES = {
         unfolded=("v_proj -> o_proj does not fold in 2 of 3 layers",),
         published={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True},
         torchvision=True,
+        examples="Gemma 4: 31B",
     ),
     "qwen3_5": RandomClass(
         "qwen3_5",
@@ -361,6 +374,7 @@ CLASSES = {
         towers=("visual", "mtp"),
         others={"mtp.fc.weight": (64, 128), "mtp.norm.weight": (64,)}
         | {"mtp.layers.0.self_attn.q_proj.weight": (128, 64), "mtp.layers.0.mlp.gate_proj.weight": (128, 64)},
+        examples="Qwen3.5, Qwen3.6: the dense sizes",
     ),
     "llava_onevision": RandomClass(
         "llava_onevision",
@@ -389,6 +403,7 @@ CLASSES = {
         "<image>",
         towers=("vision_tower", "multi_modal_projector"),
         torchvision=True,
+        examples="LLaVA-OneVision",
     ),
     "smolvlm": RandomClass(
         "smolvlm",
@@ -412,6 +427,7 @@ CLASSES = {
         towers=("vision_model", "connector"),
         published={"pad_token_id": 0},
         torchvision=True,
+        examples="SmolVLM, SmolVLM2",
     ),
     "qwen2_vl": RandomClass(
         "qwen2_vl",
@@ -436,8 +452,41 @@ CLASSES = {
         towers=("visual",),
         published={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
         torchvision=True,
+        examples="Qwen2-VL",
     ),
 }
+
+
+CLASSES["gemma4_e2b"] = replace(
+    CLASSES["gemma4"],
+    config=lambda ids: (
+        CLASSES["gemma4"].config(ids)
+        | {
+            "text_config": TEXT
+            | {"model_type": "gemma4_text", "num_hidden_layers": 6, "sliding_window": 24, "global_head_dim": 64}
+            | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+            | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0}
+            | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY},
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "output_proj_dims": 32,
+            }
+            | {"subsampling_conv_channels": [16, 4], "conv_kernel_size": 3, "attention_chunk_size": 4}
+            | {"attention_context_left": 5},
+        }
+    ),
+    images=CLASSES["gemma4"].images
+    | {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": 16, "sampling_rate": 16_000},
+    towers=("vision_tower", "embed_vision", "audio_tower", "embed_audio", "per_layer_model_projection"),
+    unfolded=("v_proj -> o_proj does not fold in 3 of 6 layers",),
+    published={},
+    modalities=frozenset({"text", "image", "audio"}),
+    audio="<|audio|>",
+    others={"model.language_model.layers.4.self_attn.k_proj.weight": (32, 64)},
+    examples="Gemma 4: E2B, E4B",
+)
 
 
 # With experts, whose checkpoints transformers reloads otherwise than OnPTQ.
@@ -451,6 +500,7 @@ SPARSE = {
             | EXPERTS
             | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 96},
         },
+        examples="Qwen3.6-35B-A3B, Qwen3.5-122B-A10B",
     ),
     "qwen3_moe": RandomClass(
         "qwen3_moe",
@@ -460,6 +510,7 @@ SPARSE = {
         (),
         "",
         modalities=frozenset({"text"}),
+        examples="Qwen3-30B-A3B, Qwen3-235B-A22B",
     ),
     "qwen3_vl_moe": RandomClass(
         "qwen3_vl_moe",
@@ -485,6 +536,7 @@ SPARSE = {
         (),
         "<|vision_start|><|image_pad|><|vision_end|>",
         towers=("visual",),
+        examples="Qwen3-VL-30B-A3B, -235B-A22B",
     ),
     "qwen3_omni_moe": RandomClass(
         "qwen3_omni_moe",
@@ -549,6 +601,7 @@ SPARSE = {
         towers=("visual", "audio_tower"),
         modalities=frozenset({"text", "image", "audio"}),
         audio="<|audio_start|><|audio_pad|><|audio_end|>",
+        examples="Qwen3-Omni-30B-A3B",
     ),
     "glm4v_moe": RandomClass(
         "glm4v_moe",
@@ -571,6 +624,7 @@ SPARSE = {
         CLASSES["glm4v"].roles,
         towers=("visual",),
         torchvision=True,
+        examples="GLM-4.5V, GLM-4.6V",
     ),
 }
 
@@ -584,7 +638,33 @@ REFUSED = {
         (),
         "",
         modalities=frozenset({"text"}),
-    )
+    ),
+    "voxtral": replace(
+        CLASSES["qwen2_audio"],
+        model_type="voxtral",
+        config=lambda ids: {
+            "text_config": TEXT | {"model_type": "llama"},
+            "audio_config": {"num_mel_bins": 16, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2},
+            "audio_token_id": ids["<|AUDIO|>"],
+        },
+        processor={"processor_class": "VoxtralProcessor"},
+    ),
+    "molmo2": RandomClass(
+        "molmo2",
+        lambda ids: {
+            "text_config": TEXT | {"additional_vocab_size": 8},
+            "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+            | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "image_size": [28, 28]},
+            "adapter_config": {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+            | {"intermediate_size": 64, "text_hidden_size": 64, "vision_feature_layer": [-1]},
+        },
+        {},
+        {},
+        (),
+        "",
+        modalities=frozenset({"text"}),
+    ),
 }
 
 
@@ -610,6 +690,8 @@ def write_class(name: str, folder: Path, prompts: int = PROMPTS) -> Path:
         model = getattr(transformers, str(model_class(made.model_type)))(settings)
         for name, parameter in model.named_parameters():
             _draw(name, parameter.data)
+        for limit in model.buffers():  # of linears that clip, infinite until a checkpoint says more
+            limit.nan_to_num_(posinf=8.0, neginf=-8.0)
         silent = [ids[token] for token in tokens.special if token not in tokens.stops]
         getattr(model, "thinker", model).get_output_embeddings().weight.data[silent] = (
             0  # no response has a placeholder

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from conftest import FAMILIES as DENSE
+from model_tables import REGISTERED, TABLES, rows_of
 from random_classes import CLASSES, SPARSE
 
 import onptq
 from onptq.cli import ELSEWHERE, app
 from onptq.registry import FAMILIES
 
-COVERED = (*DENSE, *(name for name in FAMILIES if FAMILIES[name].sparse))
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -90,28 +89,13 @@ def test_the_architecture_page_names_every_module_and_the_order_of_imports() -> 
     assert names == [{name.strip() for name in layer.split(":")} for layer in reversed(layers)]
 
 
-def test_the_tables_of_models_are_those_that_tests_cover() -> None:
-    """Type, what it takes and what it needs, of every registered family and of every class that a test makes."""
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("| `") and not line.startswith("| `model_type`")
-    ]
-    registered = {row[0].strip("`"): (row[1], takes(row[2])) for row in rows if row[0].strip("`") in COVERED}
-    assert registered == {
-        name: (", ".join(f"`{one}`" for one in FAMILIES[name].model_types), set(FAMILIES[name].modalities))
-        for name in COVERED
-    }
-    found = {row[0].strip("`"): (takes(row[1]), row[2]) for row in rows if row[0].strip("`") not in COVERED}
-    types = {one for name in COVERED for one in FAMILIES[name].model_types}
-    derived = [made for made in (*CLASSES.values(), *SPARSE.values()) if made.model_type not in types]
-    assert found == {
-        made.model_type: (set(made.modalities), "`vision`" if made.torchvision else "") for made in derived
-    }
-
-
-def takes(cell: str) -> set[str]:
-    return {part.strip().removesuffix("s") for part in cell.split(",")}
+@pytest.mark.parametrize("page", TABLES)
+def test_the_tables_of_models_are_those_that_tests_cover(page: str) -> None:
+    """`python tests/model_tables.py` writes them."""
+    rows = TABLES[page]()
+    assert rows_of((ROOT / page).read_text(encoding="utf-8"), rows[0]) == rows
+    assert set(REGISTERED) == set(FAMILIES)
+    assert all(made.examples for made in (*CLASSES.values(), *SPARSE.values()))
 
 
 def test_the_readme_fits_a_first_minute() -> None:

@@ -423,6 +423,7 @@ def test_another_candidate_under_a_name_with_results_is_refused(
     assert files(out) == before
 
 
+@pytest.mark.slow
 def test_only_items_or_only_prompts_can_be_compared_by_but_not_nothing(
     small: Path, items: list[Item], tmp_path: Path
 ) -> None:
@@ -440,6 +441,7 @@ def test_only_items_or_only_prompts_can_be_compared_by_but_not_nothing(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_candidate_of_the_cycle_is_the_checkpoint_that_quantize_writes_of_it(
     small: Path, prompts: list[Prompt], tmp_path: Path
 ) -> None:
@@ -464,6 +466,7 @@ def test_a_candidate_of_the_cycle_is_the_checkpoint_that_quantize_writes_of_it(
     assert "written against onptq:W4A8: no difference in anything measured." in sentences(again)
 
 
+@pytest.mark.slow
 def test_what_candidates_share_is_computed_once(small: Path, tmp_path: Path) -> None:
     """The init, D's answers and first rollouts of candidates with the same theta^(0), and of that method itself."""
     listening = ListeningReporter()
@@ -654,6 +657,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(
     assert str(broken) in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_broken_checkpoint_can_be_repaired_and_compared_under_the_same_name(
     small: Path, exported: Path, tmp_path: Path
 ) -> None:
@@ -925,6 +929,7 @@ def test_a_table_in_parts_repeats_the_candidates_and_ends_with_its_note() -> Non
     assert lines[-1] == f"What it says. {LEFT_OUT}"
 
 
+@pytest.mark.slow
 def test_the_command_says_where_its_report_is_and_what_it_did_not_run_again(small: Path, tmp_path: Path) -> None:
     common = ("--tasks", "none", "--manifest", small / "prompts.jsonl", "--prompts", 4, "--set", "follow.max_tokens=4")
     out = tmp_path / "out"

@@ -38,12 +38,17 @@ from onptq.engine.prefixes import Prefixes, whole_prompts
 from onptq.errors import OnPTQError
 from onptq.evaluate.comparison import compare_models
 from onptq.kernels.grid import OFF_TIE
+from onptq.methods import run
+from onptq.methods.awq import awq, scale_grid
 from onptq.methods.experts import LEAST_TOKENS
+from onptq.methods.gptq import gptq_on, greedy_codes
+from onptq.methods.layerwise import answered_sequences
 from onptq.methods.linears import dense_weight
 from onptq.methods.search import RATIOS, search_on
 from onptq.methods.signround import signround_on
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.experts import OWN, Experts, linearize, observing_routes, routed
+from onptq.models.language_model import Side
 from onptq.models.processing import PromptProcessor
 from onptq.models.structure import EXPERTS, find_structure
 from onptq.quantizer.modules import QuantFollower, QuantLinear
@@ -305,18 +310,12 @@ def test_an_experts_ratios_are_best_for_the_tokens_that_it_reads(made: Callable[
     policy = made("qwen3_moe").policy("W4A16")
     prompt = made("qwen3_moe").encode(policy, 1)[0]
     theta = search_on(policy, [prompt])
-    inputs: list[Tensor] = []
-    block = policy.structure.blocks[0]
-    hook = block.child(f"{EXPERTS}1.up_proj").register_forward_pre_hook(lambda module, args: inputs.append(args[0][0]))
-    with policy.speaking("D"):
-        policy.run(whole_prompts(PromptBatch.of([prompt])))
-    hook.remove()
-    name = f"{EXPERTS}1.up_proj"
+    block, name = policy.structure.blocks[0], f"{EXPERTS}1.up_proj"
     log_in, log_out = log_scales_in(theta, block, name), log_scales_out(theta, block, name)
     assert log_in is not None
     assert log_out is not None
     x, weight = (
-        inputs[0].double() / log_in.double().exp(),
+        read_by_expert(policy, prompt, name, "D") / log_in.double().exp(),
         smoothed(dense_weight(block, name), log_in, log_out).double(),
     )
     errors = []
@@ -338,18 +337,87 @@ def test_signround_leaves_the_codes_of_experts_without_tokens_as_they_are(made: 
     assert sum(moved) == 6, "the linears of two experts"
 
 
+def read_by_expert(policy: Policy, prompt: EncodedPrompt, name: str, side: Side) -> Tensor:
+    """What a linear of the first layer reads of a prompt, [n, I], in float64."""
+    inputs: list[Tensor] = []
+    hook = policy.structure.blocks[0].child(name).register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
+    with policy.speaking(side), torch.no_grad():
+        policy.run(whole_prompts(PromptBatch.of([prompt])))
+    hook.remove()
+    return inputs[0].double()
+
+
+@pytest.mark.parametrize("name", [f"{EXPERTS}1.up_proj", f"{EXPERTS}1.down_proj"])
+def test_gptq_rounds_each_expert_for_what_it_reads_behind_its_quantized_predecessors(
+    name: str, made: Callable[[str], Tiny]
+) -> None:
+    """The codes are those of GPTQ's rule on X^T X of the tokens that Q's router sends there, in float64."""
+    policy = made("qwen3_moe").policy("W4A16")
+    prompts = made("qwen3_moe").encode(policy, 2)
+    theta = gptq_on(policy, prompts)
+    block, path = policy.structure.blocks[0], policy.structure.blocks[0].path(name)
+    before = Theta.rtn(policy.structure.blocks, policy.scheme)
+    later = ("down_proj",) if name.endswith("down_proj") else ("gate_proj", "up_proj", "down_proj")
+    first = [one for one in block.linears if EXPERTS not in one or not one.endswith(later)]
+    before.linears.update({block.path(one): theta.linears[block.path(one)] for one in first})
+    policy.attach(before)
+    x = torch.cat([read_by_expert(policy, prompt, name, "Q") for prompt in prompts])
+    weight = dense_weight(block, name)
+    scale = (weight.abs().amax(1, keepdim=True) * OFF_TIE / 7.5).to(torch.bfloat16).float().expand_as(weight)
+    grid = policy.scheme.weight_grid
+    codes = greedy_codes(weight, scale, torch.zeros_like(scale), (x.T @ x).float(), grid, act_order=True)
+    plain = (weight / scale).round().clamp(-8, 7)
+    errors = [((each * scale - weight).double() @ x.T).square().sum(1) for each in (codes, plain)]
+    expected = torch.where((errors[0] < errors[1])[:, None], codes, plain)
+    given = (weight / scale + theta.offset[path]).round()
+    assert (given != plain).any()
+    assert float((given == expected).float().mean()) > 0.99, "but for ties of sums in another order"
+
+
+def test_awq_smooths_between_up_and_down_by_the_tokens_of_the_expert(made: Callable[[str], Tiny]) -> None:
+    policy = made("qwen3_moe").policy("W4A16")
+    prompts = made("qwen3_moe").encode(policy, 2)
+    responses = [Trajectory(one.ordinal, (5, 6), False) for one in prompts]
+    theta = awq(policy, prompts, responses=responses)
+    block, name = policy.structure.blocks[0], f"{EXPERTS}1.down_proj"
+    answered = answered_sequences(policy, prompts, responses)
+    x = torch.cat([read_by_expert(policy, prompt, name, "D") for prompt in answered])
+    weight = dense_weight(block, name).double()
+
+    def error(u: Tensor) -> float:
+        scaled = weight * u.double().exp()
+        scale = (scaled.abs().amax(1, keepdim=True) * OFF_TIE / 7.5).to(torch.bfloat16).double()
+        rounded = (scaled / scale).round().clamp(-8, 7) * scale
+        return float(((x / u.double().exp()) @ rounded.T - x @ weight.T).square().sum())
+
+    chosen = theta.smoothing[f"layers.0.{EXPERTS}1.up_down"]
+    assert error(chosen) <= 1.01 * min(error(u) for u in scale_grid(x.abs().mean(0)))
+    assert all(theta.smoothing[f"layers.{layer}.norm_gate_up"].any() for layer in (0, 1))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_experts_that_read_too_few_tokens_are_rounded_plainly(name: str, made: Callable[[str], Tiny]) -> None:
+    policy = made("qwen3_moe").policy("W4A8")
+    short = shortened(made("qwen3_moe").encode(policy, 1)[0], 1)
+    theta = run(name, policy, [short], lambda blocks: None, responses=[Trajectory(short.ordinal, (5, 6), False)])
+    for path, linear in theta.linears.items():
+        changed = bool(linear.ratio.any()) or bool(theta.offset[path].any() if path in theta.offset else False)
+        assert changed is False or EXPERTS not in path, path
+    assert not any(u.any() for key, u in theta.smoothing.items() if EXPERTS in key)
+
+
 def test_a_method_that_knows_no_experts_is_refused_before_any_weight_is_read(tmp_path: Path) -> None:
     folder = write_class("qwen3_moe", tmp_path / "model")
-    recipe = Recipe.preset("default", SHORT | {"init": "awq"})
+    recipe = Recipe.preset("default", SHORT | {"init": "mbq"})
     (folder / "model.safetensors").chmod(0o444)
     reason = (
-        r"awq does not know experts, and Qwen3MoeForCausalLM has some in layers\.0\.mlp\.experts\.0\.gate_proj; "
-        r"expected one of rtn, smoothquant, search, signround, search\+signround"
+        r"mbq does not know experts, and Qwen3MoeForCausalLM has some in layers\.0\.mlp\.experts\.0\.gate_proj; "
+        r"expected one of rtn, smoothquant, awq, gptq, search, signround, smoothquant\+gptq, search\+gptq, search\+signround"
     )
     with pytest.raises(OnPTQError, match=reason):
         onptq.quantize(folder, tmp_path / "out", calibration=folder / "prompts.jsonl", recipe=recipe)
     with pytest.raises(OnPTQError, match=reason):
-        compare_models(folder, ["awq:W4A8"], tmp_path / "report", prompts=[probe_prompt(frozenset({"text"}))])
+        compare_models(folder, ["mbq:W4A8"], tmp_path / "report", prompts=[probe_prompt(frozenset({"text"}))])
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------------

@@ -57,48 +57,8 @@ def write_sparse(folder: Path, name: str, small: Path, dtype: str = "BF16", **ch
     return folder
 
 
-# As published with Qwen3-VL-30B-A3B-Instruct, but for fields that no shape depends on.
-QWEN3_VL_30B_A3B: dict[str, Any] = {
-    "model_type": "qwen3_vl_moe",
-    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-    "tie_word_embeddings": False,
-    "text_config": {
-        "model_type": "qwen3_vl_moe_text",
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 262144,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
-        "rope_theta": 5000000,
-        "vocab_size": 151936,
-    },
-    "vision_config": {
-        "model_type": "qwen3_vl_moe",
-        "deepstack_visual_indexes": [8, 16, 24],
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "num_position_embeddings": 2304,
-        "out_hidden_size": 2048,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-}
+PUBLISHED = Path(__file__).parents[1] / "models/configs/qwen3-vl-30b-a3b.json"
+QWEN3_VL_30B_A3B: dict[str, Any] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
 
 
 def write_mixture(folder: Path) -> Path:

@@ -51,7 +51,7 @@ def load_model(
         raise OnPTQError(f"{source.folder / CONFIG}: {beyond}")
     quantization = source.checkpoint.quantization or {}
     compressed = quantization.get("quant_method") == COMPRESSED
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    options: dict[str, Any] = {"dtype": dtype}
     if compressed:
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=False)
     # compressed-tensors draws bars of its own, which nothing but their stream can turn off.

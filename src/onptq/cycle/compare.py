@@ -57,11 +57,16 @@ def decide(z_dense: Tensor, z_quant: Tensor) -> Decisions:
 
 def decide_hidden(policy: LanguageModel, dense: Tensor, quant: Tensor, other: LanguageModel | None = None) -> Decisions:
     """The same from residual streams [S, d]; on a GPU without a row of logits. `other` is Q where it is a model of its own."""
-    if other is None and kernels.fit(dense, quant, policy.structure.head.weight):
+    if other is None and head_fits(policy, dense, quant):
         from onptq.kernels.decisions import decide_states
 
         return Decisions(*decide_states(*head_inputs(policy, dense, quant)))
     return decide(policy.logits(dense), (other or policy).logits(quant))
+
+
+def head_fits(policy: LanguageModel, *rows: Tensor) -> bool:
+    """Whether kernels compute what follows from the logits of residual streams, which no cap changes."""
+    return policy.structure.cap is None and kernels.fit(*rows, policy.structure.head.weight)
 
 
 def head_inputs(policy: LanguageModel, dense: Tensor, quant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -139,7 +144,7 @@ def _visited(batch: PromptBatch, by_prompt: dict[int, Trajectory]) -> tuple[Tens
 
 def _rows_at_once(policy: LanguageModel, other: LanguageModel | None) -> int:
     """States per chunk. Kernels hold no logits, so that memory does not bound them."""
-    by_kernels = other is None and kernels.fit(policy.structure.head.weight)
+    by_kernels = other is None and head_fits(policy)
     return KERNEL_ROWS if by_kernels else state_rows(policy.vocabulary)
 
 

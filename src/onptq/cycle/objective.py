@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 from torch.utils.checkpoint import checkpoint
 
-from onptq import kernels
 from onptq.bank import States, Trajectory
-from onptq.cycle.compare import head_inputs, pair_margin, state_rows
+from onptq.cycle.compare import head_fits, head_inputs, pair_margin, state_rows
 from onptq.cycle.divergence import kl_divergence
 from onptq.engine.prefixes import whole_prompts
 from onptq.engine.prompts import EncodedPrompts
@@ -306,7 +305,7 @@ def _decision_terms(
     weight, response_weight, reference, competitor, margin_dense = (
         torch.cat([getattr(item, name) for item in items]) for name in names
     )
-    if kernels.fit(dense, quant, policy.structure.head.weight):
+    if head_fits(policy, dense, quant):
         losses = decision_losses(policy, dense, quant, reference, competitor, margin_dense)
         return (losses[0] * weight).sum(), (losses[1] * response_weight).sum()
     pair = response = torch.zeros((), device=policy.device)
@@ -344,7 +343,7 @@ def decision_losses(
     policy: Policy, dense: Tensor, quant: Tensor, reference: Tensor, competitor: Tensor, margin_dense: Tensor
 ) -> tuple[Tensor, Tensor]:
     """L_pair and L_response of each state, [C] each, from the two models' residual streams [C, d]."""
-    if kernels.fit(dense, quant, policy.structure.head.weight):
+    if head_fits(policy, dense, quant):
         from onptq.kernels.decisions import kl_of_states, margin_of_states
 
         rows_dense, rows_quant, head, bias = head_inputs(policy, dense, quant)

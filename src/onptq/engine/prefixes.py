@@ -233,7 +233,7 @@ class Prefixes:
 
     def _prefill_by_length(self, prompts: Sequence[EncodedPrompt], cache: KVCache) -> Tensor:
         """The last rows of the residual stream. Prompts of one length at a time: padding would change a block's state."""
-        last = prompts[0].embeds.new_empty(len(prompts), prompts[0].embeds.shape[-1])
+        last = prompts[0].embeds.new_empty(len(prompts), self.policy.structure.width)
         by_length: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompts):
             by_length.setdefault(prompt.length, []).append(row)

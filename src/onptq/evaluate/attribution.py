@@ -116,10 +116,13 @@ def _margins(policy: Policy, hidden: Tensor, states: States) -> Tensor:
         torch.from_numpy(ids).long().to(hidden.device) for ids in (states.reference, states.competitor)
     )
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    gap = head.weight[reference].to(wide) - head.weight[competitor].to(wide)
     normed: Tensor = norm(hidden)  # type: ignore[operator]
-    margins = (normed.to(wide) * gap).sum(-1)
-    return margins if head.bias is None else margins + (head.bias[reference] - head.bias[competitor]).to(wide)
+
+    def logits(tokens: Tensor) -> Tensor:
+        each = (normed.to(wide) * head.weight[tokens].to(wide)).sum(-1)
+        return policy.structure.capped(each if head.bias is None else each + head.bias[tokens].to(wide))
+
+    return logits(reference) - logits(competitor)
 
 
 @contextmanager

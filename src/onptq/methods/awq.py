@@ -3,7 +3,8 @@
 As its authors' code: 20 exponents per pair, judged by the output of the attention, the MLP or the linear itself with everything
 else dense, on the dense model's inputs; 10 clips per row and group, judged by their partial outputs, for all linears but q and k,
 whose product is hard to clip for. Beyond it: v -> o is scaled under GQA too, with one scale per KV channel, and in schemes that
-quantize activations a candidate is judged with its activations quantized.
+quantize activations a candidate is judged with its activations quantized. All experts share the scales of what a norm feeds,
+judged by their sum; each has scales between up and down, judged on its own tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
+from onptq.methods.experts import inputs_of, is_cold, read_by
+from onptq.methods.guards import require_finite_error
 from onptq.methods.layerwise import Stream, answered_sequences, open_streams
 from onptq.methods.linears import (
     by_query_head,
@@ -65,16 +68,19 @@ def awq(
 
 def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream]) -> None:
     """Search one block's smoothing and clips, in place."""
-    inputs = [stream.inputs(block) for stream in streams]
+    inputs = [inputs_of(stream, block) for stream in streams]
     for pair in block.producers:
-        xs = [x[pair] for x in inputs]
-        theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, streams, xs)
+        cases = [(stream, x[pair]) for stream, x in zip(streams, inputs, strict=True) if pair in x]
+        if cases and not is_cold(pair, sum(len(stream.tokens(x)) for stream, x in cases)):
+            theta.smoothing[pair_key(block, pair)] = _best_scales(policy, theta, block, pair, cases)
     clipped = [name for name in block.linears if name.rpartition(".")[2] in CLIPPED]
     for name in clipped:
         if not policy.scheme.of(block.path(name)).quantizes_weights:
             continue
-        tokens = torch.cat([x[block.pair_into(name)][stream.real] for x, stream in zip(inputs, streams, strict=True)])
-        theta.linears[block.path(name)] = Free(_best_clips(policy, theta, block, name, tokens))
+        read = ((stream, read_by(block, name, x)) for x, stream in zip(inputs, streams, strict=True))
+        tokens = [stream.tokens(x) for stream, x in read if x is not None]
+        if tokens and not is_cold(name, sum(map(len, tokens))):
+            theta.linears[block.path(name)] = Free(_best_clips(policy, theta, block, name, torch.cat(tokens)))
 
 
 def scale_grid(magnitude: Tensor) -> Iterator[Tensor]:
@@ -85,20 +91,21 @@ def scale_grid(magnitude: Tensor) -> Iterator[Tensor]:
 
 
 def _best_scales(
-    policy: Policy, theta: Theta, block: Block, pair: str, streams: Sequence[Stream], inputs: Sequence[Tensor]
+    policy: Policy, theta: Theta, block: Block, pair: str, inputs: Sequence[tuple[Stream, Tensor]]
 ) -> Tensor:
     """log s with the least squared error of the attention's, the MLP's or the linear's own output."""
     key = pair_key(block, pair)
-    cases = [(stream, x, stream.unit(block, pair, x)) for stream, x in zip(streams, inputs, strict=True)]
-    magnitude = torch.cat([x[stream.real].abs().float() for stream, x, _ in cases]).mean(0)
+    cases = [(stream, x, stream.unit(block, pair, x)) for stream, x in inputs]
+    magnitude = torch.cat([stream.tokens(x).abs().float() for stream, x, _ in cases]).mean(0)
     best, least = theta.smoothing[key], torch.inf
     for u in scale_grid(by_query_head(magnitude, block, pair).mean(0)):
         theta.smoothing[key] = u
         with replaced(block, quantized_linears(policy, theta, block, [pair])):
-            errors = [(stream.unit(block, pair, x) - dense)[stream.real] for stream, x, dense in cases]
+            errors = [stream.tokens(stream.unit(block, pair, x) - dense) for stream, x, dense in cases]
         error = sum(float(each.float().square().sum()) for each in errors)
         if error < least:
             best, least = u, error
+    require_finite_error(least, key)
     return best
 
 
@@ -112,13 +119,23 @@ def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor
     ratios = theta.linears[block.path(name)].ratio.split(ROWS // scheme.block_rows)
     rows = zip(weight.split(ROWS), ratios, strict=True)
     common = tensor_scale(block, name)
-    return torch.cat([_clip_rows(policy, scheme, part, full, rounded, dense, common) for part, full in rows])
+    return torch.cat(
+        [_clip_rows(policy, scheme, part, full, rounded, dense, common, block.path(name)) for part, full in rows]
+    )
 
 
 def _clip_rows(
-    policy: Policy, scheme: Scheme, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor, common: Tensor | None
+    policy: Policy,
+    scheme: Scheme,
+    weight: Tensor,
+    full: Tensor,
+    rounded: Tensor,
+    dense: Tensor,
+    common: Tensor | None,
+    what: str,
 ) -> Tensor:
-    """The best log clip of each row and group, on dense and on rounded inputs [tokens, I]; `full` is the one of no clip."""
+    """The best log clip of each row and group of the linear `what`, on dense and on rounded inputs [tokens, I]; `full` is the
+    one of no clip."""
 
     def partial(x: Tensor, weight: Tensor) -> Tensor:  # [O, G, tokens]
         groups = full.shape[1]
@@ -136,4 +153,5 @@ def _clip_rows(
         error = to_groups(error, full, scheme.block_rows).sum(-1)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
+    require_finite_error(least, what)
     return best

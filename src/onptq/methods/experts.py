@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from onptq.errors import OnPTQError
+from onptq.methods.layerwise import Stream
 from onptq.methods.linears import dense_weight
-from onptq.models.experts import by_expert
+from onptq.models.experts import by_expert, observing_routes
 from onptq.models.family import Family
 from onptq.models.structure import EXPERTS, UP_DOWN, Block, place
 
-KNOWN = ("rtn", "smoothquant", "search", "signround", "search+signround")  # methods that fit experts
+KNOWN = (  # methods that fit experts
+    "rtn",
+    "smoothquant",
+    "awq",
+    "gptq",
+    "search",
+    "signround",
+    "smoothquant+gptq",
+    "search+gptq",
+    "search+signround",
+)
 ROUTES = "routes"  # among the inputs of a block: the experts [n, k] of every token
 LEAST_TOKENS = 8  # of an expert that is fitted; one with fewer keeps what it began with
 
@@ -41,8 +54,32 @@ def read_by_experts(block: Block, inputs: dict[str, Tensor]) -> dict[str, Tensor
     return inputs | added
 
 
-def read_by(block: Block, name: str, inputs: dict[str, Tensor]) -> Tensor | None:
-    """What a linear reads, [n, I]; None of a cold expert's."""
+def inputs_of(stream: Stream, block: Block) -> dict[str, Tensor]:
+    """The inputs [B, S, I] of each pair's consumers, from one run of the block. Those of an expert are the real tokens alone
+    that the router sends there, [1, n, I]: by its name what it reads, by its pair what its down_proj reads."""
+    routes: dict[int, Tensor] = {}
+    with observing_routes([block.module], routes.__setitem__):
+        inputs = stream.inputs(block)
+    if block.experts is None:
+        return inputs
+    real, x = stream.real.flatten(), inputs["norm_gate_up"].flatten(0, 1)
+    for number, (rows, _) in enumerate(by_expert(routes[0], len(block.experts))):
+        name, kept = f"{EXPERTS}{number}", real[rows]
+        if bool(kept.any()):
+            inputs[name] = x[None, rows[kept]]
+            inputs[f"{name}.{UP_DOWN}"] = inputs[f"{name}.{UP_DOWN}"][:, kept]
+        else:
+            inputs.pop(f"{name}.{UP_DOWN}", None)
+    return inputs
+
+
+def is_cold(key: str, tokens: int) -> bool:
+    """Whether `tokens` are too few for what an expert reads, by its name or its pair."""
+    return key.startswith(EXPERTS) and tokens < LEAST_TOKENS
+
+
+def read_by(block: Block, name: str, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """What a linear reads, of the entries by pair and by expert; None of a cold expert's."""
     pair = block.pair_into(name)
     if pair == "norm_gate_up" and name.startswith(EXPERTS):
         return inputs.get(place(name).rpartition(".")[0])

@@ -9,21 +9,24 @@ rounding's; theta holds it as the offset that puts the weight on the code's cent
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
+from onptq.methods.experts import inputs_of, is_cold, read_by
+from onptq.methods.guards import require_finite_error
 from onptq.methods.layerwise import Stream, answered_sequences, open_streams
 from onptq.methods.linears import dense_weight, tensor_scale
 from onptq.methods.resume import BlockStore, keep, restore
 from onptq.models.encoding import EncodedPrompt
-from onptq.models.structure import Block
+from onptq.models.structure import EXPERTS, UP_DOWN, Block
 from onptq.quantizer.numerics import in_offsets, quantize_inputs, round_to_codes
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Learned, Theta, log_scales_in, log_scales_out
 from onptq.quantizer.weights import per_weight, smoothed, to_groups, weight_grid
-from onptq.schemes import Grid, Scheme
+from onptq.schemes import Grid
 
 DAMPING = 0.01  # of the Hessian's mean diagonal
 COLUMNS = 128
@@ -81,25 +84,32 @@ def gptq_on(
 
 def _fit(policy: Policy, theta: Theta, block: Block, streams: Sequence[Stream], act_order: bool) -> None:
     """Choose the codes of one block's linears, in place, each behind its quantized predecessors."""
-    for pair in block.pairs:
-        scheme = policy.scheme_of(block, pair)
-        if not scheme.quantizes_weights:
-            continue
-        hessian = _hessian(scheme, streams, block, pair)
-        for name in block.consumers(pair):
-            offset = _offsets(policy, theta, block, name, hessian, act_order)
-            theta.linears[block.path(name)] = Learned(theta.linears[block.path(name)].ratio, offset)
+    for _, stage in groupby(block.pairs, lambda pair: UP_DOWN if pair.endswith(UP_DOWN) else pair):
+        pairs = [pair for pair in stage if policy.scheme_of(block, pair).quantizes_weights]
+        hessians = _hessians(policy, streams, block, pairs)
+        for name in (name for pair in pairs for name in block.consumers(pair)):
+            if (hessian := read_by(block, name, hessians)) is not None:
+                offset = _offsets(policy, theta, block, name, hessian, act_order)
+                theta.linears[block.path(name)] = Learned(theta.linears[block.path(name)].ratio, offset)
 
 
-def _hessian(scheme: Scheme, streams: Sequence[Stream], block: Block, pair: str) -> Tensor:
-    """X^T X of the pair's inputs, rounded as the consumers multiply them, [I, I]."""
-    total: Tensor | None = None
-    for stream in streams:
-        x = quantize_inputs(stream.inputs(block)[pair][stream.real], scheme)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        total = x.T @ x if total is None else total.addmm_(x.T, x)
-    assert total is not None
-    return total
+def _hessians(policy: Policy, streams: Sequence[Stream], block: Block, pairs: Sequence[str]) -> dict[str, Tensor]:
+    """X^T X of what the consumers of the pairs read, rounded as they multiply it, [I, I], by pair or by expert; of cold experts
+    none. All come from one run of the block."""
+    total, tokens = dict[str, Tensor](), dict[str, int]()
+    pair_of = {pair: pair for pair in pairs}
+    if "norm_gate_up" in pairs:
+        pair_of |= {f"{EXPERTS}{number}": "norm_gate_up" for number in range(len(block.experts or ()))}
+    for stream in streams if pairs else ():
+        inputs = inputs_of(stream, block)
+        for key in pair_of.keys() & inputs.keys():
+            x = quantize_inputs(stream.tokens(inputs[key]), policy.scheme_of(block, pair_of[key]))
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            total[key] = x.T @ x if key not in total else total[key].addmm_(x.T, x)
+            tokens[key] = tokens.get(key, 0) + len(x)
+    for key, hessian in total.items():
+        require_finite_error(hessian, f"layers.{block.index}.{key} (its Hessian)")
+    return {key: hessian for key, hessian in total.items() if not is_cold(key, tokens[key])}
 
 
 def _offsets(policy: Policy, theta: Theta, block: Block, name: str, hessian: Tensor, act_order: bool) -> Tensor:

@@ -14,12 +14,13 @@ from onptq.bank import Trajectory
 from onptq.engine.prefixes import Prefixes, whole_prompts
 from onptq.engine.rollout import rollouts
 from onptq.errors import OnPTQError
+from onptq.methods.guards import require_finite_hidden
 from onptq.models.attention import trusted_attention
 from onptq.models.decoder import layer_masks
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.experts import observing_routes, routed
 from onptq.models.family import TEXT
-from onptq.models.structure import Block
+from onptq.models.structure import EXPERTS, Block, Lent
 from onptq.quantizer.policy import Policy
 
 RESPONSE_TOKENS = 64
@@ -101,28 +102,41 @@ class Stream:
         self._structure, self._positions = policy.structure, batch.positions
         self._masks = layer_masks(policy.structure, tokens)
         self._rotary = policy.structure.rotary(batch.embeds, batch.positions)
-        self.hidden = batch.embeds
+        self.hidden, self._own = policy.structure.parted(batch.embeds)
+        self._lent: Lent = {}
         self.routes: dict[int, Tensor] = {}  # of blocks with experts, the ones [B, S, k] that the router is to take
 
     def run(self, block: Block) -> Tensor:
         """The input of the next block [B, S, d], DeepStack's features included. `hidden` does not change."""
         with trusted_attention(), routed(block.module, self.routes.get(block.index)):
-            out: Tensor = block.module(self.hidden, **self._around(block))
+            out: Tensor = block.module(self.hidden, **self._around(block), **self._own[block.index])
         return out + self.deepstack[block.index] if block.index < len(self.deepstack) else out
 
+    def _run_finite(self, block: Block) -> Tensor:
+        return require_finite_hidden(self.run(block), self.real, self.sequences, block.index)
+
     def _around(self, block: Block) -> dict[str, Any]:
-        return self._structure.arguments(block, self._positions, self._masks[block.layer_type], self._rotary)  # type: ignore[no-any-return]
+        mask = self._masks[block.layer_type]
+        return self._structure.arguments(block, self._positions, mask, self._rotary, None, self._lent)  # type: ignore[no-any-return]
 
     def inputs(self, block: Block) -> dict[str, Tensor]:
-        """The inputs of each pair's consumers, [B, S, I], from one run of the block."""
+        """The inputs of each pair's consumers, [B, S, I], from one run of the block; an expert's as one batch [1, n, I]."""
         inputs: dict[str, Tensor] = {}
-        with observing([block], lambda block, pair, x: inputs.update({pair: x})):
-            self.run(block)
+
+        def observe(_: Block, pair: str, x: Tensor) -> None:
+            inputs[pair] = x if pair.startswith(EXPERTS) else x.view(*self.real.shape, -1)
+
+        with observing([block], observe):
+            self._run_finite(block)
         return inputs
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """The real tokens [n, I] of inputs [B, S, I], or of an expert's, which are no others."""
+        return x[self.real] if x.shape[:2] == self.real.shape else x[0]
 
     def advance(self, block: Block) -> None:
         """Run the block and go on to the next one."""
-        self.hidden = self.run(block)
+        self.hidden = self._run_finite(block)
 
     def led(self, dense: Stream, block: Block) -> None:
         """Run the block of the dense stream and go on there; the router of this stream is to decide as that one does."""
@@ -139,11 +153,7 @@ class Stream:
             with trusted_attention():
                 out = attention(hidden_states=x, **({} if block.recurrent else self._around(block)))
             return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
-        module = (
-            block.owner(block.consumers("up_down")[0])
-            if pair == "norm_gate_up"
-            else block.child(block.consumers(pair)[0])
-        )
+        module = block.module.get_submodule("mlp") if pair == "norm_gate_up" else block.child(block.consumers(pair)[0])
         return module(x)  # type: ignore[no-any-return]
 
     def pad(self, values: Mapping[int, Tensor], fill: float = 0.0) -> Tensor:

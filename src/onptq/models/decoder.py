@@ -21,16 +21,16 @@ from onptq.models.experts import routed
 from onptq.models.masks import same_run
 from onptq.models.recurrent import RecurrentStates
 from onptq.models.sharding import ShardedBlocks, recomputed
-from onptq.models.structure import RECURRENT, Block, Structure
+from onptq.models.structure import RECURRENT, Block, Lent, Structure
 
 
 class KVCache(RecurrentStates):
     """Keys and values of every block in slots allocated once, [B, kv_heads, slots, head_dim]; none of a recurrent block,
-    which has a state."""
+    which has a state, and of one that borrows another's."""
 
     def __init__(self, structure: Structure, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        heads = [0 if block.recurrent else block.kv_heads for block in structure.blocks]
+        heads = [0 if block.recurrent or block.borrows else block.kv_heads for block in structure.blocks]
         shapes = [(batch, count, slots, block.head_dim) for count, block in zip(heads, structure.blocks, strict=True)]
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
@@ -168,7 +168,7 @@ Cache = KVCache | SlotCache | TreeCache
 class Tokens:
     """The input of the decoder."""
 
-    embeds: Tensor  # [B, S, d]
+    embeds: Tensor  # [B, S, d], and behind them the inputs of their own that layers read
     positions: Tensor  # [A, B, S]; A = 3 for M-RoPE, else 1
     mask: Tensor | None  # [B, 1, S, K], True where a query sees a key; None: each slot itself and all before it
     deepstack: Sequence[Tensor] = ()  # features [B, S, d] that DeepStack adds after the first blocks
@@ -214,7 +214,7 @@ def run_blocks(
     sharded: ShardedBlocks | None = None,
 ) -> Tensor:
     """The residual stream after the last block, before the final norm; `observe` sees it after every block."""
-    hidden = tokens.embeds
+    hidden, own = structure.parted(tokens.embeds)
     rotary = structure.rotary(hidden, tokens.positions)
     masks = layer_masks(structure, tokens, cache)
     grouped = any(map(wants_groups, masks.values()))
@@ -227,20 +227,25 @@ def run_blocks(
     if checkpointed:
         hidden = hidden.detach().requires_grad_()  # or the first block's parameters would have no gradient
 
-    def step(block: Block, hidden: Tensor) -> Tensor:
-        mask = masks[block.layer_type]
-        arguments = structure.arguments(block, tokens.positions, mask, rotary, cache)
+    def step(block: Block, hidden: Tensor, *borrowed: Tensor) -> tuple[Tensor, ...]:
+        """The output of a block, and the keys and values that it lends."""
+        mask, shared = masks[block.layer_type], {block.layer_type: borrowed} if borrowed else {}
+        arguments = structure.arguments(block, tokens.positions, mask, rotary, cache, shared) | own[block.index]
         grouping = in_groups(block.module) if mask is not None and grouped else nullcontext()
         with trusted_attention(), grouping, routed(block.module, tokens.routes.get(block.index)):
             out: Tensor = block.module(hidden, **arguments)
-        return out
+        return (out, *shared[block.layer_type]) if block.lends else (out,)
 
+    lent: Lent = {}
     for block in structure.blocks:
+        borrowed = lent[block.layer_type] if block.borrows else ()
         if checkpointed:
             around = nullcontext if sharded is None else partial(sharded.gathered, block.index, back=True)
-            hidden = recomputed(partial(step, block), hidden, around)
+            hidden, *lending = recomputed(partial(step, block), around, hidden, *borrowed)
         else:
-            hidden = step(block, hidden)
+            hidden, *lending = step(block, hidden, *borrowed)
+        if block.lends:
+            lent[block.layer_type] = tuple(lending)
         if observe is not None:
             observe(block.index, hidden)
         if block.index < len(tokens.deepstack):
@@ -272,9 +277,10 @@ def head_logits(structure: Structure, hidden: Tensor) -> Tensor:
     """Final norm and output head, [..., d] to fp32 [..., V]: margins are finer than bf16's grid at 20 to 30."""
     hidden = structure.decoder.norm(hidden)  # type: ignore[operator]
     if not structure.has_plain_head:
-        return structure.head(hidden).float()  # type: ignore[no-any-return]
+        return structure.capped(structure.head(hidden).float())
     rows = hidden.reshape(-1, hidden.shape[-1])
     logits: Tensor = _HeadProduct.apply(rows, structure.head.weight)  # type: ignore[no-untyped-call]
     if structure.head.bias is not None:
         logits = logits + structure.head.bias.to(logits.dtype)
+    logits = structure.capped(logits)
     return logits.view(*hidden.shape[:-1], logits.shape[-1])

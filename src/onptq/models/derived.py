@@ -47,11 +47,17 @@ def derive_family(config: Mapping[str, Any], names: Collection[str] = ()) -> Fam
     Raises where its class has no decoder that can be quantized, and says what is missing."""
     model_type = str(config["model_type"])
     built = _built(json.dumps(_dense(config), sort_keys=True))
+    if names and not any(map(_QUERY.fullmatch, names)):
+        example = next((name for name in sorted(names) if re.search(r"\.0\..*att", name)), min(names))
+        raise OnPTQError(
+            f"{built.model_class} stores its layers under other names, such as {example}; expected "
+            "layers.0.self_attn.q_proj or qkv_proj"
+        )
     beside = set(built.beside)
     for stored in sorted({match[1] for match in map(_QUERY.fullmatch, names) if match}):
         if beside.isdisjoint(stored.split(".")):  # else it is the stack of a tower
             beside.update(_beside(stored, names))
-    towers = tuple(_towers(beside))
+    towers = (*_towers(beside), *built.unread)
     has = {"image": any("audio" not in part for part in beside), "audio": any("audio" in part for part in beside)}
     media = tuple(kind for kind in ("image", "audio") if kind in built.takes and has[kind])
     cut = model_type in CUT_AS_QWEN and "image" in media
@@ -84,16 +90,20 @@ class _Built:
     linears: tuple[str, ...]  # empty where they are the usual ones
     followers: tuple[str, ...]  # by name within a layer
     takes: frozenset[str]
+    unread: tuple[
+        str, ...
+    ]  # regexes of keys and values of layers that borrow others', which checkpoints hold all the same
 
 
 @lru_cache(maxsize=16)
 def _built(config_json: str, name: str | None = None) -> _Built:
     import torch
     import transformers
+    from torch import nn
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from onptq.models.experts import linearize
-    from onptq.models.structure import LINEARS, find_structure, place
+    from onptq.models.structure import LINEARS, find_structure
 
     config = json.loads(config_json)
     name = name or model_class(config["model_type"])
@@ -104,12 +114,13 @@ def _built(config_json: str, name: str | None = None) -> _Built:
     transformers.logging.set_verbosity_error()
     try:
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(config)
-        settings._attn_implementation = "sdpa"
         with torch.device("meta"):
             model = linearize(getattr(transformers, name)(settings))
     except Exception as error:  # damaged configs, classes that want other packages or another attention raise anything
         raise OnPTQError(f"{name} cannot be built from config.json: {type(error).__name__}: {error}") from error
     structure = find_structure(model)
+    if (attention := structure.decoder.config._attn_implementation) != "sdpa":  # type: ignore[union-attr]
+        raise OnPTQError(f"{name}: {type(structure.decoder).__name__} runs {attention} attention alone; expected sdpa")
     _try_blocks(structure, name)
     path = next(path for path, module in model.named_modules() if module is structure.decoder)
     parameters = [parameter for parameter, _ in model.named_parameters()]
@@ -117,11 +128,25 @@ def _built(config_json: str, name: str | None = None) -> _Built:
     takes = frozenset(kind for kind, argument in ARGUMENTS.items() if argument in arguments)
     usual = all(block.linears == tuple(LINEARS) for block in structure.blocks)
     linears = () if usual else tuple(block.path(one) for block in structure.blocks for one in block.linears)
-    followers = dict.fromkeys(
-        place(one) for block in structure.blocks for pair in block.pairs for one in block.followers(pair)
+    followers = dict.fromkeys(one for block in structure.blocks for one in _left_16_bit(block))
+    inner = (name.split(".")[0] for name, module in structure.decoder.named_modules() if isinstance(module, nn.Linear))
+    beside = (*_beside(f"{path}." if path else "", parameters), *sorted({*inner} - {"layers"}))
+    borrowing = "|".join(str(block.index) for block in structure.blocks if block.borrows)
+    unread = (rf".*layers\.(?:{borrowing})\.self_attn\.[kv]_proj(?:\..*)?$",) if borrowing else ()
+    return _Built(name, beside, linears, tuple(followers), takes, unread)
+
+
+def _left_16_bit(block: Any) -> Iterator[str]:
+    """The matrices of a layer that are not quantized, by name within it: followers, and linears that read no pair."""
+    from torch import nn
+
+    from onptq.models.structure import place
+
+    yield from (place(one) for pair in block.pairs for one in block.followers(pair))
+    quantized = {place(one) for one in block.linears}
+    yield from (
+        name for name, module in block.module.named_modules() if isinstance(module, nn.Linear) and name not in quantized
     )
-    beside = tuple(_beside(f"{path}." if path else "", parameters))
-    return _Built(name, beside, linears, tuple(followers), takes)
 
 
 def _depths(config: Any) -> Iterator[int]:
@@ -143,7 +168,8 @@ def _try_blocks(structure: Any, name: str) -> None:
     from onptq.models.decoder import KVCache, Tokens, run_blocks
 
     weight = structure.embedding.weight
-    hidden = torch.empty(1, TRIED_TOKENS, weight.shape[1], dtype=weight.dtype, device="meta")
+    width = structure.width + structure.beside
+    hidden = torch.empty(1, TRIED_TOKENS, width, dtype=weight.dtype, device="meta")
     positions = torch.empty(structure.axes, 1, TRIED_TOKENS, dtype=torch.long, device="meta")
     mask = torch.empty(1, 1, TRIED_TOKENS, TRIED_TOKENS, dtype=torch.bool, device="meta")
     cache = KVCache(structure, 1, TRIED_TOKENS + 1, weight.dtype, weight.device)
@@ -156,8 +182,8 @@ def _try_blocks(structure: Any, name: str) -> None:
         raise OnPTQError(
             f"{name}: its layers ({block}) do not run on hidden states, mask, positions and a cache alone: {error}"
         ) from error
-    if out.shape != hidden.shape:
-        raise OnPTQError(f"{name}: its layers make {list(out.shape)} of hidden states {list(hidden.shape)}")
+    if out.shape != (1, TRIED_TOKENS, structure.width):
+        raise OnPTQError(f"{name}: its layers make {list(out.shape)} of {TRIED_TOKENS} states of {structure.width}")
 
 
 def _beside(prefix: str, names: Collection[str]) -> Iterator[str]:
@@ -179,4 +205,4 @@ def _towers(parts: Collection[str]) -> Iterator[str]:
     Parts match wherever they stand, and those of a name on disk beside those at run time: the names differ."""
     for audio in (False, True):
         if some := sorted(re.escape(part) for part in parts if ("audio" in part) is audio):
-            yield rf"(?:.*\.)?(?:{'|'.join(some)})\..*"
+            yield rf"(?:.*\.)?(?:{'|'.join(some)})(?:\..*)?$"

@@ -31,7 +31,7 @@ class EncodedPrompt:
 
     ordinal: int
     ids: Tensor  # [P]
-    embeds: Tensor  # [P, d], image and audio features already in place
+    embeds: Tensor  # [P, d], image and audio features already in place; behind them what layers read of their own
     positions: Tensor  # [A, P]: three axes under M-RoPE, else one
     modality: Tensor  # [P] 0 text, 1 image, 2 audio
     deepstack: Tensor | None = None  # [n, P_visual, d]
@@ -108,7 +108,9 @@ def _encode_alike(model: nn.Module, structure: Structure, prompts: Sequence[Numb
     handed = _decoder_arguments(model, structure, tensors)
     embeds = handed.get("inputs_embeds")
     if embeds is None:
-        embeds = structure.embedding(tensors["input_ids"])
+        embeds = structure.embed(tensors["input_ids"])
+    else:
+        embeds = structure.widened(embeds, handed.get("per_layer_inputs"))
     positions = _positions(handed.get("position_ids"), structure, tensors["input_ids"])
     features, seen = handed.get("deepstack_visual_embeds"), handed.get("visual_pos_masks")
     stacked = None if not features else torch.stack([feature.to(embeds.dtype) for feature in features])

@@ -47,7 +47,7 @@ class LanguageModel:
         return nullcontext()
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.structure.embedding(ids)  # type: ignore[no-any-return]
+        return self.structure.embed(ids)
 
     def cache(self, batch: int, slots: int) -> KVCache:
         return KVCache(self.structure, batch, slots, self.dtype, self.device)

@@ -109,7 +109,7 @@ def _load(folder: Path, family: Family) -> Any:
         if hasattr(processor, "image_processor"):  # Pillow's resampling is the same on every machine
             processor.image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", **options)
     except Exception as error:  # broken files raise errors of every kind
-        if not is_torchvision_available():
+        if not is_torchvision_available() and "image" in family.by_processor:
             raise OnPTQError(
                 f"{folder}: the processor of {family.model_class} cannot be used without torchvision: {EXTRA} "
                 f"({str(error).strip()})"
@@ -117,6 +117,13 @@ def _load(folder: Path, family: Family) -> Any:
         raise OnPTQError(f"{folder}: its processor cannot be used: {error}") from error
     if not isinstance(processor, ProcessorMixin):  # of a checkpoint without the files of its processor
         raise OnPTQError(f"{folder} has no processor but a {type(processor).__name__}; expected one for its media")
+    takes = inspect.signature(type(processor).__call__).parameters
+    for kind in family.by_processor:
+        if kind not in takes and f"{kind}s" not in takes:
+            raise OnPTQError(
+                f"{folder}: {type(processor).__name__} takes no {kind} beside a text, as those of {family.model_class} "
+                "would have to: unsupported"
+            )
     _check_sizes(processor, folder)
     return processor
 

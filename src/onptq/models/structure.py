@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import Parameter, signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onptq.errors import OnPTQError
@@ -32,6 +33,7 @@ PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # layer types of transformers
 RECURRENT = "linear_attention"
 POSITIONS, SHARED = "position_ids", "shared_kv_states"  # arguments that some attentions require
+BESIDE = "per_layer_input"  # the argument of layers that read an input of their own
 BEFORE_MLP = "pre_feedforward_layernorm"
 EXPERTS, UP_DOWN = "mlp.experts.", "up_down"  # how an expert's names begin, and how that of its pair ends
 PRODUCERS = {pair: producer for pair, (producer, _) in PAIRS.items()}
@@ -48,6 +50,7 @@ def place(name: str) -> str:
 
 
 Rotary = Mapping[str, tuple[Tensor, Tensor]]  # cosines and sines by layer type
+Lent = dict[str, tuple[Tensor, ...]]  # keys and values that a layer leaves to later ones of its type
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Block:
     window: int | None = None  # tokens that a query of sliding-window attention sees, itself among them
     chunk: int | None = None  # tokens of a chunk, beyond which chunked attention sees nothing
     wants: frozenset[str] = frozenset()  # arguments that its attention requires besides the usual ones
+    borrows: bool = False  # whether it reads the keys and values of an earlier layer of its type
+    lends: bool = False  # whether later layers read its own
     following: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 16-bit matrices by the pair that they read
 
     @property
@@ -185,8 +190,18 @@ class Structure:
         """Whether any block sees fewer tokens than all before it."""
         return any(block.window or block.chunk for block in self.blocks)
 
-    def arguments(self, block: Block, positions: Tensor, mask: Tensor | None, rotary: Rotary, cache: Any = None) -> Any:
-        """The keyword arguments of a block, or of its attention, for tokens at positions [A, B, S]."""
+    def arguments(
+        self,
+        block: Block,
+        positions: Tensor,
+        mask: Tensor | None,
+        rotary: Rotary,
+        cache: Any = None,
+        lent: Lent | None = None,
+    ) -> Any:
+        """The keyword arguments of a block, or of its attention, for tokens at positions [A, B, S].
+
+        What it lends comes into `lent`, and what it borrows is there."""
         arguments = {
             "attention_mask": mask,
             "position_embeddings": rotary[block.layer_type],
@@ -195,7 +210,7 @@ class Structure:
         if POSITIONS in block.wants:
             arguments[POSITIONS] = positions[0]
         if SHARED in block.wants:
-            arguments[SHARED] = {}  # what a layer leaves there for another one: no layer may read it
+            arguments[SHARED] = {} if lent is None else lent
         return arguments
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Rotary:
@@ -212,9 +227,49 @@ class Structure:
         return type(self.head) is nn.Linear and getattr(self.head, "quantization_scheme", None) is None
 
     @property
+    def cap(self) -> float | None:
+        """The largest logit, if the model caps them as Gemma does: cap * tanh(logit / cap)."""
+        cap: float | None = getattr(self.decoder.config, "final_logit_softcapping", None)
+        return cap
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    @property
     def embedding(self) -> nn.Embedding:
         embedding: nn.Embedding = self.decoder.embed_tokens  # type: ignore[assignment]
         return embedding
+
+    @property
+    def width(self) -> int:
+        """Of the residual stream."""
+        return self.embedding.weight.shape[1]
+
+    @property
+    def beside(self) -> int:
+        """The width of the inputs of their own that all layers read, side by side; mostly 0."""
+        each: int = getattr(self.decoder.config, "hidden_size_per_layer_input", None) or 0
+        return each * len(self.blocks)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The embeddings of tokens, with all that layers read of them."""
+        embeds = self.embedding(ids)
+        if self.beside:
+            return self.widened(embeds, self.decoder.get_per_layer_inputs(ids, embeds))  # type: ignore[operator]
+        return embeds  # type: ignore[no-any-return]
+
+    def widened(self, embeds: Tensor, inputs: Tensor | None) -> Tensor:
+        """Embeddings [..., d] with the inputs of every layer behind them, made of `inputs` as the decoder's forward does."""
+        if not self.beside:
+            return embeds
+        each: Tensor = self.decoder.project_per_layer_inputs(embeds, inputs)  # type: ignore[operator]
+        return torch.cat((embeds, each.flatten(-2)), dim=-1)
+
+    def parted(self, embeds: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """The residual stream of what `embed` gives, and every block's argument of its own."""
+        hidden, rest = embeds.split((self.width, self.beside), dim=-1)
+        each = rest.unflatten(-1, (len(self.blocks), -1)).unbind(-2) if self.beside else ()
+        return hidden, [{BESIDE: one} for one in each] or [{}] * len(self.blocks)
 
 
 def find_structure(model: nn.Module, *, linears: type[nn.Module] = nn.Linear) -> Structure:
@@ -282,7 +337,15 @@ def _missing(layer: nn.Module, linears: type[nn.Module]) -> list[str]:
         missing = [name for name in missing if name not in MLP]
     if missing == ["v_proj"] and getattr(getattr(layer, "self_attn", None), "v_proj", layer) is None:
         missing = []
+    if missing == ["k_proj", "v_proj"] and _borrows(layer):
+        missing = []
     return [place(name) for name in missing]
+
+
+def _borrows(layer: nn.Module) -> bool:
+    """Whether its attention has queries alone, and takes keys and values of another layer."""
+    attention: Any = getattr(layer, "self_attn", None)
+    return attention is not None and not hasattr(attention, "k_proj") and _requires(attention, SHARED)
 
 
 def _readers(layer: nn.Module) -> Mapping[str, tuple[str, ...]]:
@@ -332,6 +395,24 @@ def _following(layer: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _blocks(decoder: nn.Module) -> Iterator[Block]:
+    """The blocks; those that borrow keys and values do so from the last one of their type that has its own."""
+    blocks = list(_own_blocks(decoder))
+    lenders = {block.layer_type: block for block in blocks if not block.borrows}
+    borrowed = {block.layer_type for block in blocks if block.borrows}
+    for block in blocks:
+        lender = lenders.get(block.layer_type)
+        if lender is None or (block.borrows and lender.index > block.index):
+            raise OnPTQError(
+                f"layer {block.index} ({type(block.module).__name__}) has no keys and values, and no layer before it of "
+                f"type {block.layer_type} lends any"
+            )
+        if block.borrows:
+            yield replace(block, kv_heads=lender.kv_heads)
+        else:
+            yield replace(block, lends=block is lender and block.layer_type in borrowed)
+
+
+def _own_blocks(decoder: nn.Module) -> Iterator[Block]:
     config: Any = decoder.config
     types = getattr(config, "layer_types", None)
     for index, layer in enumerate(decoder.layers):  # type: ignore[arg-type]
@@ -360,7 +441,8 @@ def _blocks(decoder: nn.Module) -> Iterator[Block]:
             (window or config.sliding_window) if layer_type == SLIDING else None,
             config.attention_chunk_size if layer_type == CHUNKED else None,
             frozenset(name for name in (POSITIONS, SHARED) if _requires(attention, name)),
-            _following(layer),
+            _borrows(layer),
+            following=_following(layer),
         )
 
 

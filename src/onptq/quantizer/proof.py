@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from onptq.models.attention import trusted_attention
-from onptq.models.structure import EXPERTS, Block, Structure, place
+from onptq.models.structure import EXPERTS, Block, Lent, Structure, place
 from onptq.quantizer.norms import divided_gain, gain_offset
 from onptq.quantizer.theta import Theta, log_scales_in, log_scales_out, pair_key, pair_width
 from onptq.quantizer.weights import smoothed
@@ -53,7 +53,7 @@ def without(block: Block, pairs: Sequence[str]) -> Block:
 def _kind(block: Block) -> object:
     classes = tuple(type(module) for module in block.module.modules())
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.module.named_parameters())
-    return classes, shapes, block.layer_type, tuple(block.producers.items())
+    return classes, shapes, block.layer_type, block.lends, tuple(block.producers.items())
 
 
 @torch.no_grad()
@@ -65,14 +65,22 @@ def _failing(structure: Structure, block: Block) -> Iterator[str]:
         name: tensor.float() if tensor.is_floating_point() else tensor
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
-    hidden = SIZE * torch.randn(1, TOKENS, structure.embedding.weight.shape[1], generator=draw).to(device)
+    hidden, own = structure.parted(
+        torch.randn(1, TOKENS, structure.width + structure.beside, generator=draw).to(device)
+    )
+    hidden = SIZE * hidden
     positions = torch.arange(TOKENS, device=device).expand(structure.axes, 1, -1)
-    arguments = structure.arguments(block, positions, None, structure.rotary(hidden, positions))
+    rotary = structure.rotary(hidden, positions)
+    states = torch.randn(2, 1, block.kv_heads, TOKENS, block.head_dim, generator=draw).to(device).unbind()
 
     def output(changed: Mapping[str, Tensor]) -> Tensor:
+        """What the block adds up to, and what it lends: other layers read it as it is."""
+        lent: Lent = {block.layer_type: states} if block.borrows else {}
+        arguments = structure.arguments(block, positions, None, rotary, None, lent) | own[block.index]
         with trusted_attention():
             out: Tensor = functional_call(module, tensors | dict(changed), (hidden,), arguments)
-        return out
+        lending = lent[block.layer_type] if block.lends else ()
+        return torch.cat([tensor.flatten() for tensor in (out, *lending)])
 
     dense = output({})
     noise = NOISE * float(dense.abs().max())
