@@ -35,7 +35,7 @@ from onptq.evaluate.details import LIGHT, check_level
 from onptq.evaluate.guard import keep_better
 from onptq.evaluate.model_card import read_provenance, read_results
 from onptq.evaluate.previews import keep_previews
-from onptq.evaluate.run_details import RoundDetails
+from onptq.evaluate.run_details import RoundDetails, keep_details
 from onptq.evaluate.run_figures import Figures, measure
 from onptq.evaluate.store import write_tokens
 from onptq.methods.resume import RunStore
