@@ -23,7 +23,7 @@ from typing import Any
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some CPUs announce AMX and then refuse bf16 products
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmark_data import write_benchmarks, write_text_task
+from benchmark_data import TASKS, write_benchmarks, write_text_task
 from served import serving
 
 import onptq
@@ -48,14 +48,13 @@ AGREE = 0.9  # of the answers of a folder and of a server with the same checkpoi
 TEXT = "colours"
 # The embedded models know few instructions and not the benchmarks'. Asked in words they know, they must be right mostly, which
 # shows that pictures and sound arrive.
+CHOICES = "{{question}}\nA. {{LIST[0]}}\nB. {{LIST[1]}}\nC. {{LIST[2]}}\nD. {{LIST[3]}}"
 KNOWN = {
     "ocrbench": ("ocrbench", None, 0.6),
-    "scienceqa_known": (
-        "scienceqa_img",
-        "{{question}}\nA. {{choices[0]}}\nB. {{choices[1]}}\nC. {{choices[2]}}\nD. {{choices[3]}}",
-        0.6,
-    ),
+    "scienceqa_known": ("scienceqa_img", CHOICES.replace("LIST", "choices"), 0.6),
+    "textvqa_known": ("textvqa_val", "{{question}}", 0.6),
     "librispeech_known": ("librispeech_test_clean", "Write down what you hear.", 0.2),
+    "omni_bench_known": ("omni_bench", CHOICES.replace("LIST", "options"), 0.6),
 }
 
 # What a tool reports for a task, from the points of its items.
@@ -68,13 +67,14 @@ REPORTED: Mapping[str, Callable[[float, float], float]] = {
 
 
 def tasks_of(names: str, data: Path) -> list[Task]:
-    """The tasks, and after those that are in KNOWN the same in other words, on the same data."""
+    """The tasks, and after those that are in KNOWN the same in other words, on the same data or on their own."""
     tasks = find_tasks(names.split(","))
     for name, (origin, words, _) in KNOWN.items():
         task = next((one for one in tasks if one.name == origin), None)
         if task is not None and words is not None:
             tasks.append(replace(task, name=name, functions={**task.functions, "doc_to_text": words}))
-            shutil.copyfile(data / f"{origin}.parquet", data / f"{name}.parquet")
+            if name not in TASKS:
+                shutil.copyfile(data / f"{origin}.parquet", data / f"{name}.parquet")
     return tasks
 
 

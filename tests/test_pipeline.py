@@ -30,6 +30,7 @@ from onptq.check.probes import probe_prompt
 from onptq.cli import app
 from onptq.data.manifest import load_manifest
 from onptq.engine.budget import keep_of_q
+from onptq.errors import OnPTQError
 from onptq.models.processing import PromptProcessor
 from onptq.progress import Bar, QuietReporter
 from onptq.quantizer.integers import LowBitLinear
@@ -200,6 +201,7 @@ def test_floats_are_calibrated_written_and_verified(scheme: str, stored: str, wi
     assert any(bool(tensor.any()) for name, tensor in tensors.items() if name.startswith("ratio/"))
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_needs_no_prompts_and_prompts_only_measure_it(small: Path, tmp_path: Path) -> None:
     alone, measured = tmp_path / "alone", tmp_path / "measured"
     plain = Recipe.preset("risk", {"method": "rtn", "data.prompts": 4, "data.holdout": 2, "follow.max_tokens": 8})
@@ -309,6 +311,7 @@ def test_every_selection_rule_takes_the_states_it_says(quantize: Quantize) -> No
         assert states.weight.sum() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_states_per_prompt_and_uniform_weights(quantize: Quantize) -> None:
     states = bank(quantize({"select.per_prompt": 2, "select.weights": "uniform"}))
     for prompt in np.unique(states.prompt):
@@ -347,6 +350,7 @@ def test_every_risk_term_can_be_weighted_or_removed(
     assert taken(states) == best(states.risk, states.candidates, 256)
 
 
+@pytest.mark.slow
 def test_a_divergence_of_kl_changes_the_consequence_too(quantize: Quantize) -> None:
     js, kl = bank(quantize()), bank(quantize({"risk.divergence": "kl"}))
     assert np.array_equal(js.js, kl.js)
@@ -480,6 +484,7 @@ def test_the_last_iterate_is_taken_as_it_is(small: Path, tmp_path: Path) -> None
     assert not [text for text in reporter.warnings if "did not help" in text]
 
 
+@pytest.mark.slow
 def test_few_prompts_are_warned_of_where_they_calibrate(small: Path, tmp_path: Path) -> None:
     reporter = Listening()
     given: dict[str, Any] = {"calibration": small / "prompts.jsonl", "verify": False}
@@ -528,6 +533,30 @@ def test_a_finished_run_writes_a_damaged_checkpoint_again(
     (tmp_path / "README.md").write_text("a card of one's own")
     again = quantize()
     assert (again.warnings, again.phases) == ([], ["Hash the model"])
+
+
+def test_a_finished_run_is_not_shown_where_one_of_its_own_files_is_damaged(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    plain = Recipe.preset("risk", {"method": "rtn"})
+
+    def quantize() -> Listening:
+        reporter = Listening()
+        onptq.quantize(small, out, recipe=plain, verify=False, reporter=reporter)
+        return reporter
+
+    quantize()
+    theta = run_home(out) / "init.safetensors"
+    whole = {path: path.read_bytes() for path in (*out.iterdir(), theta)}
+    flipped = bytearray(whole[theta])
+    flipped[-1] ^= 1
+    theta.write_bytes(flipped)
+    with pytest.raises(OnPTQError, match=rf"{theta} has changed since it was written: delete {theta}, and the same"):
+        quantize()
+    theta.unlink()
+    [warning] = quantize().warnings
+    assert warning == f"the run is finished, but {theta} is missing: its step is computed again"
+    assert {path: path.read_bytes() for path in whole} == whole
+    assert quantize().phases == ["Hash the model"]
 
 
 @pytest.mark.slow
@@ -708,6 +737,7 @@ def test_a_finished_run_of_contract_1_is_shown_as_it_was(small: Path, first_prom
     assert len(load_bank(run / "onptq", round_index=1)) > 0
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_of_contract_1_goes_on_where_it_is(small: Path, first_prompts: Path, tmp_path: Path) -> None:
     run = as_contract_1(first_prompts, tmp_path, finished=False)
     reporter = Listening()
@@ -783,6 +813,7 @@ def test_quiet_still_says_what_went_wrong(small: Path, tmp_path: Path) -> None:
     assert "none.jsonl" in done.stderr
 
 
+@pytest.mark.slow
 def test_set_changes_any_field_and_wins_over_options_and_preset(small: Path, tmp_path: Path) -> None:
     changes = TINY | {"branch.horizon": 8, "scheme": "W8A8", "select.per_prompt": 1, "risk.divergence": "kl"}
     del changes["init"]

@@ -46,6 +46,7 @@ def parsed(peers: SimpleNamespace, *arguments: str) -> Any:
     return peers.run.make_plan(peers.run.parse_arguments([*arguments, "--out", "out", "--environments", "venvs"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manifest", [False, True], ids=["embedded", "manifest"])
 def test_peers_get_the_calibration_prompts_of_our_candidates(
     peers: SimpleNamespace, small: Path, tmp_path: Path, manifest: bool

@@ -152,6 +152,7 @@ def test_each_step_finds_its_own_limit_and_counts_every_prompt_once(
     assert margins.quant == pytest.approx(states.margin_quant, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_two_models_are_split_alike(tiny: Callable[[str], Tiny], policy: Policy, prompts: list[EncodedPrompt]) -> None:
     whole = Prefixes(policy, prompts, max_tokens=TOKENS)
     expected = compare(whole, follow(whole))
@@ -166,6 +167,7 @@ def test_two_models_are_split_alike(tiny: Callable[[str], Tiny], policy: Policy,
     assert max(len(batch.prompts) for batch in dense.batches) <= 2
 
 
+@pytest.mark.slow
 def test_prefixes_that_share_a_budget_learn_from_each_other(policy: Policy, prompts: list[EncodedPrompt]) -> None:
     warnings: list[str] = []
     budget = BatchBudget(4096, "tokens", warn=warnings.append)

@@ -74,6 +74,7 @@ def test_a_spread_takes_the_first_and_the_last_and_none_twice(tiny: Callable[[st
     assert prompts.spread(8).ordinals == [0, 1, 2, 3, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_batches_of_spilled_prompts_lead_to_the_same_bits(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
     policy = tiny("qwen3-vl").policy("W3A8")
     prompts = tiny("qwen3-vl").encode(policy, 6)

@@ -69,6 +69,7 @@ def test_it_reports_every_block_and_leaves_the_policy_as_it_was(tiny: Callable[[
     check_contract(tiny("qwen3-vl"), "W4A8", method)
 
 
+@pytest.mark.slow
 def test_a_recipe_says_how_many_steps_a_learning_init_takes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, prompts, _ = case
     taken = []

@@ -268,6 +268,7 @@ def test_every_row_takes_the_ratio_of_least_output_error_and_may_keep_its_full_r
         assert (actual <= output_errors(policy, other, block, name, x)[0] * (1 + 1e-2)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "factor"), [("W8A8", 10), ("W4A8", 2), ("W4A16", 2)])
 def test_outliers_are_smoothed_away(cases: Callable[[str, bool], Case], scheme: str, factor: float) -> None:
     _, policy, prompts, theta = cases(scheme, True)

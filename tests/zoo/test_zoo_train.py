@@ -114,6 +114,7 @@ def prompt_of(lesson: Lesson, family: str, index: int) -> Prompt:
     return Prompt(index, "p", [{"role": "user", "content": parts}], images, audios)
 
 
+@pytest.mark.slow
 def test_training_computes_what_transformers_computes(fresh: tuple[str, Path, Any], words: str) -> None:
     family, folder, model = fresh
     layout, processor = layout_of(words, family), processor_of(folder)
@@ -562,6 +563,7 @@ def test_the_card_has_the_settings_of_the_training_and_the_latest_scores(tmp_pat
     assert "| speech | word error rate, less is better | 2.1% | 1,000 |" in scored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["_decode", "_see", "_hear"])
 def test_one_compilation_serves_all_layers(compiled: str, words: str, tmp_path: Path) -> None:
     from torch._dynamo.testing import CompileCounter

@@ -56,6 +56,12 @@ class Prompt:
         return reference if isinstance(reference, str) else None
 
     @property
+    def kinds(self) -> list[str]:
+        """Which of text, image and audio it has."""
+        text = any(part["type"] == "text" for message in self.messages for part in message["content"])
+        return [kind for kind, there in (("text", text), ("image", self.images), ("audio", self.audios)) if there]
+
+    @property
     def measure(self) -> str | None:
         """How its answers are graded, where it is an item of a comparison."""
         return self.extra.get("measure")

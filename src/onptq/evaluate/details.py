@@ -216,7 +216,7 @@ def keeps(path: Path, level: str) -> bool:
 def _detail(row: Mapping[str, Any]) -> Detail:
     future = None
     if row["reference_future"] is not None:
-        by: Side = row.get("continued_by") or "D"  # earlier versions let D alone continue what they kept
+        by: Side = row.get("continued_by") or "D"  # earlier versions let D alone continue
         future = Future(row["reference_future"], row["competitor_future"], row["apart"], by)
     dense, quantized = (
         list(zip(row[name], row[f"{name}_probability"], strict=True)) for name in ("dense", "quantized")

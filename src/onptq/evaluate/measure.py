@@ -11,7 +11,7 @@ from onptq.cycle.compare import compare as compare_states
 from onptq.cycle.follow import follow
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
-from onptq.evaluate.answers import Questions, answer, write_answers
+from onptq.evaluate.answers import EncodedItems, answer, write_answers
 from onptq.evaluate.attribution import RESPONSES, margin_losses
 from onptq.evaluate.build import Cost, folder_bytes
 from onptq.evaluate.candidates import (
@@ -59,7 +59,7 @@ def measure(candidates: Sequence[Candidate], session: Session, damage: bool = Tr
     for one in by_theta:
         _speak_as(one, session)
         if session.items:
-            _answer(session, path_of(one.name, ANSWERS), one.name, session.questions, "Q")
+            _answer(session, path_of(one.name, ANSWERS), one.name, session.encoded_items, "Q")
         if session.prompts:
             _measure_behaviour(session, one.name, damage=damage)
             _attribute(session, one.name)
@@ -75,7 +75,7 @@ def _measure_dense(candidates: Sequence[MethodCandidate | RunCandidate], session
         session.policy(candidates[0].scheme)
     if not run.has(DENSE, COST):
         if session.items:
-            _answer(session, (DENSE, ANSWERS), DENSE, session.questions, "D")
+            _answer(session, (DENSE, ANSWERS), DENSE, session.encoded_items, "D")
         run.write_json(Cost(checkpoint_bytes=folder_bytes(session.source.shards)).to_dict(), DENSE, COST)
     if unfollowed:
         rollouts = _follow(session, DENSE, session.prefixes(), "D")
@@ -105,11 +105,11 @@ def _measure_checkpoint(candidate: CheckpointCandidate, session: Session, damage
         run.write_json(Cost(checkpoint_bytes=folder_bytes(source.shards)).to_dict(), *path_of(name, COST))
 
 
-def _answer(session: Session, home: Sequence[str], name: str, questions: Callable[[], Questions], side: Side) -> None:
+def _answer(session: Session, home: Sequence[str], name: str, encode: Callable[[], EncodedItems], side: Side) -> None:
     """Commit a model's answers to every item, unless they are there."""
     if session.run.has(*home):
         return
-    encoded = questions()
+    encoded = encode()
     with session.reporter.phase(f"Answer {name}", total=len(session.items), unit="items") as bar:
         answers = answer(encoded, side, bar.advance)
     with session.run.writing(*home) as path:

@@ -25,7 +25,7 @@ class Grade:
 
 
 class Scored(Protocol):
-    """Of an item what statistics need: they are the same for items that were asked elsewhere."""
+    """Of an item what statistics need: they are the same for items of other tools."""
 
     @property
     def id(self) -> str: ...

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from onptq.bank import Trajectory
 from onptq.engine.prefixes import whole_prompts
 from onptq.errors import OnPTQError
+from onptq.methods.guards import not_finite, require_finite_error
 from onptq.methods.layerwise import INSTRUCTION, Answered, Stream, answer_prompts, open_streams
 from onptq.methods.linears import by_query_head, quantized_linears, replaced
 from onptq.methods.resume import BlockStore, keep, restore
@@ -99,6 +100,8 @@ def output_gradients(policy: Policy, one: Answered) -> dict[str, list[Tensor]]:
         for one_hook in hooks:
             one_hook.remove()
     wide = [gradient[0].float() for gradient in gradients]
+    if not torch.stack([gradient.isfinite().all() for gradient in wide]).all():
+        raise not_finite("gradients of the response's cross-entropy", [one.sequence])
     return {"o_proj": wide[: policy.blocks], "down_proj": wide[policy.blocks :]}
 
 
@@ -176,6 +179,7 @@ def best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, cases:
         if error < least:
             best, least = u, error
     theta.smoothing[key] = before
+    require_finite_error(least, key)
     return best
 
 

@@ -64,7 +64,8 @@ NOTES = (
     f"{NEAR_TIE} logits; below, it is a near tie. A short answer of other words, or one graded otherwise, says something else. "
     "Brackets are 95% intervals.",
     "Risk: the erosion of a decision's margin, amplified by its consequence where that was measured, plus the divergence of both "
-    "models. Consequence: how far the dense model sees the next 16 tokens apart behind the two tokens; it continues both itself.",
+    "models. Consequence: how far the dense model sees the next 16 tokens apart behind the two tokens, which count as one more; "
+    "it continues both itself.",
 )
 
 
@@ -174,14 +175,14 @@ def measures_of(report: Mapping[str, Any]) -> dict[str, Measure]:
 
 def ids_of(prompts: Iterable[Question], candidates: Iterable[Candidate]) -> list[int]:
     """Every token id that a page shows, in order."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for question in prompts:
-        found.update(question.dense.tokens or ())
+        ids.update(question.dense.tokens or ())
     for response in (one for candidate in candidates for one in candidate.responses if one is not None):
-        found.update(response.answer.tokens or ())
+        ids.update(response.answer.tokens or ())
         if response.states is not None:
-            found.update(_ids_of_states(response.states))
-    return sorted(found)
+            ids.update(_ids_of_states(response.states))
+    return sorted(ids)
 
 
 def _candidate(
@@ -273,18 +274,12 @@ def _prompt(prompt: Prompt, dense: Trajectory, files: Files) -> Question:
     """A prompt without its messages; the item of the same name says what the right answer is."""
     item = next((one for one in files.items if one.id == prompt.id), None)
     reference = item.reference if item is not None and prompt.reference is None else prompt.reference
-    return Question(prompt.id, prompt.task, kinds_of(prompt), (), spoken(dense, files.texts), reference)
+    return Question(prompt.id, prompt.task, prompt.kinds, (), spoken(dense, files.texts), reference)
 
 
 def _item(prompt: Prompt, dense: Sequence[Graded]) -> Question:
     answer = _graded(_by_id(dense)[prompt.id], prompt.measure)
-    return Question(prompt.id, prompt.task, kinds_of(prompt), (), answer, prompt.reference)
-
-
-def kinds_of(prompt: Prompt) -> list[str]:
-    """Which of text, image and audio a question has."""
-    text = any(part["type"] == "text" for message in prompt.messages for part in message["content"])
-    return [kind for kind, there in (("text", text), ("image", prompt.images), ("audio", prompt.audios)) if there]
+    return Question(prompt.id, prompt.task, prompt.kinds, (), answer, prompt.reference)
 
 
 def _graded(answer: Graded, measure: str | None) -> Answer:
