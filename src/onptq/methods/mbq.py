@@ -35,7 +35,7 @@ from onptq.quantizer.theta import Theta, pair_key
 GRID = tuple(n / 20 for n in range(20))
 FLOOR = 1e-4
 KINDS = (TEXT, IMAGE, AUDIO)
-GRADIENTS_AT = {"norm_qkv": "o_proj", "v_o": "o_proj"}  # of a pair; of the MLP's and of each expert's the MLP's output
+GRADIENTS_AT = {"norm_qkv": "o_proj", "v_o": "o_proj", "norm_gate_up": "down_proj", "up_down": "down_proj"}
 
 
 def mbq(
