@@ -162,24 +162,24 @@ def _wenetspeech(split: str) -> Callable[[int], Iterator[Row]]:
 
 
 def _omni_bench(count: int) -> Iterator[Row]:
-    """Spoken questions about a picture with four options, and so many before them that calibrate."""
-    spoken = list(items(OMNI, "listen", "test", CALIBRATION + count))
-    answers = sorted({item.reference for item in spoken})
-    for number, item in enumerate(spoken):
-        wrong = [one for one in answers if one != item.reference][number % 5 :][:3]
-        options = [*wrong[: number % 4], item.reference, *wrong[number % 4 :]]
+    """Questions about a picture with four options, beside speech, and so many before them that calibrate."""
+    total = CALIBRATION + count
+    for number, (item, spoken) in enumerate(
+        zip(items(OMNI, "choice", "test", total), items(OMNI, "speech", "test", total), strict=True)
+    ):
+        question, options = _choices(item)
         yield {
             "index": number,
             "task type": "Object Identification and Description",
             "audio type": "speech",
-            "question": _question(item),
-            "audio content": "",
+            "question": question,
+            "audio content": spoken.reference,
             "image content": "",
-            "audio": _audio(item),
+            "audio": _audio(spoken),
             "image": _image(item),
             "audio_path": f"{number}.wav",
             "image_path": f"{number}.png",
-            "answer": item.reference,
+            "answer": options[ord(item.reference) - ord("A")],
             "options": options,
         }
 

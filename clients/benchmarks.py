@@ -48,14 +48,13 @@ AGREE = 0.9  # of the answers of a folder and of a server with the same checkpoi
 TEXT = "colours"
 # The embedded models know few instructions and not the benchmarks'. Asked in words they know, they must be right mostly, which
 # shows that pictures and sound arrive.
+CHOICES = "{{question}}\nA. {{LIST[0]}}\nB. {{LIST[1]}}\nC. {{LIST[2]}}\nD. {{LIST[3]}}"
 KNOWN = {
     "ocrbench": ("ocrbench", None, 0.6),
-    "scienceqa_known": (
-        "scienceqa_img",
-        "{{question}}\nA. {{choices[0]}}\nB. {{choices[1]}}\nC. {{choices[2]}}\nD. {{choices[3]}}",
-        0.6,
-    ),
+    "scienceqa_known": ("scienceqa_img", CHOICES.replace("LIST", "choices"), 0.6),
+    "textvqa_known": ("textvqa_val", "{{question}}", 0.6),
     "librispeech_known": ("librispeech_test_clean", "Write down what you hear.", 0.2),
+    "omni_bench_known": ("omni_bench", CHOICES.replace("LIST", "options"), 0.6),
 }
 
 # What a tool reports for a task, from the points of its items.

@@ -70,6 +70,7 @@ def initial(out: str) -> Theta:
     return Theta.load(run_home(out) / "init.safetensors")
 
 
+@pytest.mark.slow
 def test_the_methods_of_the_page_are_used_by_name(execute: Page, small: Path) -> None:
     names = execute(code(EXTENDING / "base-method.md", "python"), small)
     policy = load_policy(find_source(small), "W4A8")
@@ -91,6 +92,7 @@ def test_the_methods_of_the_page_are_used_by_name(execute: Page, small: Path) ->
     assert Recipe.from_yaml(run_home("smoothed") / "recipe.yaml") == names["init"]
 
 
+@pytest.mark.slow
 def test_the_rule_of_the_page_chooses_the_critical_states(execute: Page, small: Path) -> None:
     execute(code(EXTENDING / "selection-rule.md", "python"), small)
     states = load_bank(run_home("early"))
@@ -135,6 +137,7 @@ def test_the_tasks_of_the_page_get_scores(execute: Page, small: Path, tmp_path: 
     assert not splits[0] & splits[1]
 
 
+@pytest.mark.slow
 def test_the_families_of_the_page_quantize_their_checkpoints(execute: Page, small: Path, tmp_path: Path) -> None:
     vision = write_qwen2_vl(small, tmp_path / "qwen2-vl")
     execute(code(EXTENDING / "model-family.md", "python"), vision)

@@ -30,6 +30,7 @@ from onptq.check.probes import probe_prompt
 from onptq.cli import app
 from onptq.data.manifest import load_manifest
 from onptq.engine.budget import keep_of_q
+from onptq.errors import OnPTQError
 from onptq.models.processing import PromptProcessor
 from onptq.progress import Bar, QuietReporter
 from onptq.quantizer.integers import LowBitLinear
@@ -200,6 +201,7 @@ def test_floats_are_calibrated_written_and_verified(scheme: str, stored: str, wi
     assert any(bool(tensor.any()) for name, tensor in tensors.items() if name.startswith("ratio/"))
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_needs_no_prompts_and_prompts_only_measure_it(small: Path, tmp_path: Path) -> None:
     alone, measured = tmp_path / "alone", tmp_path / "measured"
     plain = Recipe.preset("risk", {"method": "rtn", "data.prompts": 4, "data.holdout": 2, "follow.max_tokens": 8})
@@ -233,6 +235,7 @@ def test_onptq_with_gamma_zero_is_static(quantize: Quantize) -> None:
     assert not bank(static).critical.any()
 
 
+@pytest.mark.slow
 def test_rounds_without_refresh_reuse_the_first_bank_and_rounds_with_refresh_do_not(quantize: Quantize) -> None:
     faster = {"rounds": 2, "calibrate.lr_smoothing": 0.05, "calibrate.lr_step": 0.05}
     same, fresh = quantize(faster | {"refresh": False}), quantize(faster)
@@ -247,6 +250,7 @@ def test_rounds_without_refresh_reuse_the_first_bank_and_rounds_with_refresh_do_
     assert [event["round"] for event in events(same, "calibrated")] == [0, 1]
 
 
+@pytest.mark.slow
 def test_the_paper_preset_runs_with_the_papers_numbers(small: Path, tmp_path: Path) -> None:
     sizes = {"data.prompts": 6, "follow.max_tokens": 8, "calibrate.epochs": 1}
     done = call(
@@ -307,6 +311,7 @@ def test_every_selection_rule_takes_the_states_it_says(quantize: Quantize) -> No
         assert states.weight.sum() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_states_per_prompt_and_uniform_weights(quantize: Quantize) -> None:
     states = bank(quantize({"select.per_prompt": 2, "select.weights": "uniform"}))
     for prompt in np.unique(states.prompt):
@@ -315,6 +320,7 @@ def test_states_per_prompt_and_uniform_weights(quantize: Quantize) -> None:
     assert np.unique(states.weight[states.critical]).size == 1
 
 
+@pytest.mark.slow
 def test_a_random_selection_depends_on_the_seed_alone(quantize: Quantize) -> None:
     all_prompts = {"data.prompts": 6, "data.holdout": 0}  # the seed also draws prompts where some are left over
     rule = all_prompts | {"select.rule": "random", "select.budget": 5}
@@ -323,6 +329,7 @@ def test_a_random_selection_depends_on_the_seed_alone(quantize: Quantize) -> Non
     assert np.array_equal(first.risk, other.risk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -343,6 +350,7 @@ def test_every_risk_term_can_be_weighted_or_removed(
     assert taken(states) == best(states.risk, states.candidates, 256)
 
 
+@pytest.mark.slow
 def test_a_divergence_of_kl_changes_the_consequence_too(quantize: Quantize) -> None:
     js, kl = bank(quantize()), bank(quantize({"risk.divergence": "kl"}))
     assert np.array_equal(js.js, kl.js)
@@ -350,6 +358,7 @@ def test_a_divergence_of_kl_changes_the_consequence_too(quantize: Quantize) -> N
     assert not np.allclose(js.consequence, kl.consequence, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_the_horizon_and_the_tolerance_of_a_near_miss(quantize: Quantize) -> None:
     default = bank(quantize())
     for horizon in (1, 8):
@@ -366,6 +375,7 @@ def test_the_horizon_and_the_tolerance_of_a_near_miss(quantize: Quantize) -> Non
 TERMS = ("anchor", "hidden", "pair", "response")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{f"calibrate.{term}": 0} for term in TERMS]
@@ -402,6 +412,7 @@ def test_codes_are_free_settled_or_learned_and_survive_the_export(quantize: Quan
     assert all(0.4 < tensor.abs().max() < 0.52 for tensor in offsets), "from the middle of the codes of plain rounding"
 
 
+@pytest.mark.slow
 def test_the_initial_theta_is_searched_or_plain(quantize: Quantize) -> None:
     searched, plain = (
         load_file(run_home(quantize(changes)) / "init.safetensors") for changes in ({"init": "search"}, {})
@@ -411,6 +422,7 @@ def test_the_initial_theta_is_searched_or_plain(quantize: Quantize) -> None:
     assert not any(tensor.any() for tensor in plain.values())
 
 
+@pytest.mark.slow
 def test_keeping_the_best_iterate_keeps_what_the_held_out_prompts_prefer(quantize: Quantize) -> None:
     changes = {"calibrate.keep": "best", "calibrate.epochs": 3, "data.holdout": 2}
     run = quantize(changes)
@@ -440,6 +452,7 @@ class Listening(QuietReporter):
             yield bar
 
 
+@pytest.mark.slow
 def test_where_every_iterate_is_worse_the_checkpoint_is_that_of_the_init_with_a_warning(
     small: Path, tmp_path: Path
 ) -> None:
@@ -458,6 +471,7 @@ def test_where_every_iterate_is_worse_the_checkpoint_is_that_of_the_init_with_a_
     assert warning.startswith("calibration did not help, so the init is kept: on 2 held-out prompts")
 
 
+@pytest.mark.slow
 def test_the_last_iterate_is_taken_as_it_is(small: Path, tmp_path: Path) -> None:
     wild = {"calibrate.keep": "last", "calibrate.lr_smoothing": 1.0, "calibrate.lr_step": 1.0, "calibrate.epochs": 4}
     reporter = Listening()
@@ -470,6 +484,7 @@ def test_the_last_iterate_is_taken_as_it_is(small: Path, tmp_path: Path) -> None
     assert not [text for text in reporter.warnings if "did not help" in text]
 
 
+@pytest.mark.slow
 def test_few_prompts_are_warned_of_where_they_calibrate(small: Path, tmp_path: Path) -> None:
     reporter = Listening()
     given: dict[str, Any] = {"calibration": small / "prompts.jsonl", "verify": False}
@@ -520,6 +535,31 @@ def test_a_finished_run_writes_a_damaged_checkpoint_again(
     assert (again.warnings, again.phases) == ([], ["Hash the model"])
 
 
+def test_a_finished_run_is_not_shown_where_one_of_its_own_files_is_damaged(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    plain = Recipe.preset("risk", {"method": "rtn"})
+
+    def quantize() -> Listening:
+        reporter = Listening()
+        onptq.quantize(small, out, recipe=plain, verify=False, reporter=reporter)
+        return reporter
+
+    quantize()
+    theta = run_home(out) / "init.safetensors"
+    whole = {path: path.read_bytes() for path in (*out.iterdir(), theta)}
+    flipped = bytearray(whole[theta])
+    flipped[-1] ^= 1
+    theta.write_bytes(flipped)
+    with pytest.raises(OnPTQError, match=rf"{theta} has changed since it was written: delete {theta}, and the same"):
+        quantize()
+    theta.unlink()
+    [warning] = quantize().warnings
+    assert warning == f"the run is finished, but {theta} is missing: its step is computed again"
+    assert {path: path.read_bytes() for path in whole} == whole
+    assert quantize().phases == ["Hash the model"]
+
+
+@pytest.mark.slow
 def test_eos_as_max_counts_a_forced_end_as_the_largest_consequence(small: Path, tmp_path: Path) -> None:
     """With every token an end, every forced token ends its branch."""
     model = shutil.copytree(small, tmp_path / "model")
@@ -537,6 +577,7 @@ def test_eos_as_max_counts_a_forced_end_as_the_largest_consequence(small: Path, 
     assert np.allclose(banks[True].consequence[banks[True].candidates], np.log(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"compute.cache_gib": 0}, {"calibrate.checkpointing": False}], ids=["no cache", "no checkpointing"]
 )
@@ -548,6 +589,7 @@ def test_memory_settings_do_not_change_the_result(changes: dict[str, Any], quant
             assert (run_home(frugal) / where).read_bytes() == (run_home(default) / where).read_bytes(), where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["codes", "nothing"])
 def test_how_quantized_weights_are_held_does_not_change_the_result(
     keep: str, small: Path, quantize: Quantize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -562,6 +604,7 @@ def test_how_quantized_weights_are_held_does_not_change_the_result(
         assert (run_home(tmp_path) / name).read_bytes() == (run_home(default) / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_rollouts_in_integers_end_in_the_checkpoint_that_a_simulation_reloads(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -605,6 +648,7 @@ def test_as_much_of_the_quantized_weights_is_held_as_fits(
     assert keep_of_q(free * gib, chosen.compute.cache_gib, 13 * gib, 6 * gib, chosen, on_gpu) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"compute.batch_tokens": 1}, {"calibrate.micro_batch": 1}])
 def test_batch_sizes_that_fit_nothing_still_work(changes: dict[str, Any], quantize: Quantize) -> None:
     run = quantize(changes)
@@ -617,6 +661,7 @@ def initial(run: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.slow
 def test_bfloat16_works_or_falls_back_with_a_note(quantize: Quantize) -> None:
     run = quantize({"compute.dtype": "bfloat16"}, verify=True)
     summary = json.loads((run_home(run) / "summary.json").read_text())
@@ -624,6 +669,7 @@ def test_bfloat16_works_or_falls_back_with_a_note(quantize: Quantize) -> None:
     assert np.isfinite(bank(run).risk).all()
 
 
+@pytest.mark.slow
 def test_prompts_can_be_given_as_objects_and_held_out_ones_apart(
     small: Path, quantize: Quantize, tmp_path: Path
 ) -> None:
@@ -679,6 +725,7 @@ def as_contract_1(run: Path, folder: Path, *, finished: bool) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_finished_run_of_contract_1_is_shown_as_it_was(small: Path, first_prompts: Path, tmp_path: Path) -> None:
     run = as_contract_1(first_prompts, tmp_path, finished=True)
     reporter = Listening()
@@ -690,6 +737,7 @@ def test_a_finished_run_of_contract_1_is_shown_as_it_was(small: Path, first_prom
     assert len(load_bank(run / "onptq", round_index=1)) > 0
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_of_contract_1_goes_on_where_it_is(small: Path, first_prompts: Path, tmp_path: Path) -> None:
     run = as_contract_1(first_prompts, tmp_path, finished=False)
     reporter = Listening()
@@ -765,6 +813,7 @@ def test_quiet_still_says_what_went_wrong(small: Path, tmp_path: Path) -> None:
     assert "none.jsonl" in done.stderr
 
 
+@pytest.mark.slow
 def test_set_changes_any_field_and_wins_over_options_and_preset(small: Path, tmp_path: Path) -> None:
     changes = TINY | {"branch.horizon": 8, "scheme": "W8A8", "select.per_prompt": 1, "risk.divergence": "kl"}
     del changes["init"]
@@ -781,6 +830,7 @@ def test_set_changes_any_field_and_wins_over_options_and_preset(small: Path, tmp
     assert "verification" not in summary
 
 
+@pytest.mark.slow
 def test_a_recipe_file_and_the_record_of_a_run_can_be_run(small: Path, quantize: Quantize, tmp_path: Path) -> None:
     earlier = quantize()
     done = call(

@@ -125,6 +125,7 @@ def test_quantize_alone_quantizes_the_embedded_model_and_prints_the_comparison(z
     assert not [phase for phase in ("Load", "Answer", "Follow", "Build", "Calibrate") if phase in again.stderr]
 
 
+@pytest.mark.slow
 def test_the_commands_that_are_printed_at_the_end_work(zoo: Path) -> None:
     done = call("quantize", "--no-evaluate")
     lines = [line.strip() for line in done.stdout.splitlines()]
@@ -139,6 +140,7 @@ def test_the_commands_that_are_printed_at_the_end_work(zoo: Path) -> None:
     assert shlex.split(serve)[2] == DEMO
 
 
+@pytest.mark.slow
 def test_json_has_the_summary_with_the_comparison_and_rtn_has_its_own_folder(zoo: Path) -> None:
     done = call("quantize", "zoo:qwen2.5-vl", "--method", "rtn", "--items", 1, "--json", changes=ALONE)
     assert done.exit_code == 0, done.stderr
@@ -161,6 +163,7 @@ def test_every_method_can_be_shipped_and_is_compared(method: str, baselines: lis
     assert (run / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_zoo_model_can_go_unevaluated_and_take_other_prompts_preset_and_folder(zoo: Path, small: Path) -> None:
     done = call(
         "quantize", "zoo:qwen2.5-vl", "--no-evaluate", "--preset", "light", "--out", "mine", "--scheme", "W8A8",
@@ -222,6 +225,7 @@ def without_tasks(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return zoo
 
 
+@pytest.mark.slow
 def test_a_family_without_tasks_is_compared_on_its_held_out_prompts(without_tasks: Path, small: Path) -> None:
     weights_alone = ("--scheme", "W4A16")  # rounded activations differ with the sizes of batches
     manifest = small / "prompts.jsonl"
@@ -257,6 +261,7 @@ def test_a_name_that_the_zoo_does_not_have_is_refused_first(zoo: Path) -> None:
     assert "did you mean zoo:qwen2.5-vl" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -275,6 +280,7 @@ def test_the_card_says_whether_the_held_out_prompts_also_chose_the_iterate(
     assert f"on each model's own answers to {expected} (" in " ".join(card.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "claimed", "unclaimed"),
     [

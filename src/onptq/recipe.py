@@ -109,7 +109,7 @@ def _registered(name: str, registry: Registry[Any]) -> str:
 class DataConfig(Config):
     """Data: the numbers of calibration and held-out prompts."""
 
-    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512, "special_tokens": "refuse"}
+    LATER: ClassVar[Mapping[str, Any]] = {"init_prompts": 512, "special_tokens": "refuse", "expand": False}
 
     prompts: StrictInt = Field(default=512, ge=1, description="calibration prompts, drawn of the manifest")
     holdout: StrictInt = Field(default=64, ge=0, description="held-out prompts that choose the best iterate")
@@ -118,6 +118,10 @@ class DataConfig(Config):
         ge=0,
         le=0.5,
         description="largest share of the manifest held out when it has no spare prompts beyond `prompts`",
+    )
+    expand: StrictBool = Field(
+        default=False,
+        description="where the manifest has fewer prompts than wanted, add questions about their images",
     )
     init_prompts: StrictInt = Field(
         default=512, ge=1, description="most calibration prompts that the base method sees; rounds see all"
@@ -356,11 +360,15 @@ class Recipe(Config):
     @property
     def branches(self) -> bool:
         """Whether anything depends on the consequence of a decision."""
-        calibrate, select = self.calibrate, self.select
-        if calibrate.gamma == 0:
-            return False
+        by_consequence = bool(self.calibrate.gamma and self.calibrate.consequence)
+        return by_consequence or (self.selects and self.select.rule != "all")
+
+    @property
+    def selects(self) -> bool:
+        """Whether an update learns from critical states by their weights; otherwise from every visited state alike."""
+        calibrate = self.calibrate
         weighted = calibrate.hidden or calibrate.pair or calibrate.terms or calibrate.response_over == "critical"
-        return bool(calibrate.consequence) or bool(weighted and select.rule != "all")
+        return bool(calibrate.gamma and weighted)
 
     @property
     def multiplies_integers(self) -> bool:

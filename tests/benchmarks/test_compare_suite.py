@@ -509,6 +509,7 @@ def call(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_suite_and_prints_where_its_tables_are(tmp_path: Path) -> None:
     out = tmp_path / "out"
     chosen = ("--methods", "rtn", "--tasks", "answer", "--items", 4, "--prompts", 2, "--out", out)

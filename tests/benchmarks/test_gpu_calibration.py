@@ -119,6 +119,7 @@ def test_floors_count_each_gemm_once(scripts: SimpleNamespace, tmp_path: Path) -
     assert floors["Follow"].bytes == pytest.approx((1 + 3) * shapes.linears * 2 + 3 * head * 2 + cache)
 
 
+@pytest.mark.slow
 def test_images_and_audio_have_about_the_wanted_number_of_tokens(scripts: SimpleNamespace, tmp_path: Path) -> None:
     from onptq.models.processing import PromptProcessor
 

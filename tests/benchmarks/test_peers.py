@@ -46,6 +46,7 @@ def parsed(peers: SimpleNamespace, *arguments: str) -> Any:
     return peers.run.make_plan(peers.run.parse_arguments([*arguments, "--out", "out", "--environments", "venvs"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manifest", [False, True], ids=["embedded", "manifest"])
 def test_peers_get_the_calibration_prompts_of_our_candidates(
     peers: SimpleNamespace, small: Path, tmp_path: Path, manifest: bool
@@ -117,6 +118,8 @@ def test_whole_material_is_used_again_and_that_of_another_run_is_refused(
         ("W4A8", "awq", "--method awq --bits 4 --activation-bits 8"),
         ("W4A16-g128", "autoround-best", "--recipe best --bits 4 --activation-bits 16 --group-size 128"),
         ("W8A8", "smoothquant", "--method smoothquant --bits 8 --activation-bits 8"),
+        ("NVFP4", "autoround", "--recipe default --named NVFP4"),
+        ("NVFP4A16", "gptq", "--method gptq --named NVFP4A16"),
     ],
 )
 def test_a_peer_is_started_in_its_own_environment_with_the_scheme(
@@ -143,6 +146,7 @@ def test_the_scoring_command_compares_every_peer_with_ours_in_the_same_scheme(pe
         f"autoround-best={out / 'autoround-best'}",
         *("--items", "300", "--prompts", "96", "--out", str(out / "compared")),
     ]
+    assert not [name for name in plan.score_command("zoo", 300, 96) if name.endswith("@best")]
 
 
 def test_unknown_and_unsuitable_peers_are_refused_with_those_that_can(peers: SimpleNamespace) -> None:
@@ -150,6 +154,10 @@ def test_unknown_and_unsuitable_peers_are_refused_with_those_that_can(peers: Sim
         parsed(peers, "--peers", "gptqq")
     with pytest.raises(OnPTQError, match=r"autoround cannot write W4A8; of the peers rtn, gptq, awq, smoothquant"):
         parsed(peers, "--scheme", "W4A8", "--peers", "autoround")
+    with pytest.raises(OnPTQError, match="autoround cannot write NVFP4A16"):
+        parsed(peers, "--scheme", "NVFP4A16", "--peers", "autoround")
+    with pytest.raises(OnPTQError, match="with WbAb, -gN, NVFP4 and NVFP4A16"):
+        parsed(peers, "--scheme", "MXFP4")
     with pytest.raises(OnPTQError, match="symmetric"):
         parsed(peers, "--scheme", "W4A16-asym")
 

@@ -112,6 +112,7 @@ def test_a_server_without_any_finite_value_is_an_error() -> None:
         agreement.compare({"vLLM": none}, (torch.zeros(2, 3), torch.zeros(2, 3)))
 
 
+@pytest.mark.slow
 def test_without_vllm_the_error_has_the_interpreters_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert agreement.main(["--tiny", "--layers", "1", "--scheme", "W8A8", "--python", sys.executable]) == 1
     error = capsys.readouterr().err

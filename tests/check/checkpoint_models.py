@@ -56,15 +56,7 @@ class Checkpoints:
             model = load_model(source, torch.float32, torch.device("cpu"))
             policy = Policy(model, Scheme.parse(scheme), storage=source.storage(), eos=source.eos())
             policy.freeze(rtn(policy, ()))
-            write_checkpoint(
-                dense,
-                out,
-                policy.folded(),
-                policy.scheme,
-                ignore=source.family.ignore,
-                other_models=source.family.other_models,
-                max_shard_bytes=shard_bytes,
-            )
+            write_checkpoint(source, out, policy.folded(), policy.scheme, max_shard_bytes=shard_bytes)
         return out
 
     def inputs(self, family: str) -> dict[str, Tensor]:

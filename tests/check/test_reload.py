@@ -38,17 +38,9 @@ CASES += [("qwen2.5-vl", "NVFP4", torch.bfloat16)]
 def export(tiny: Tiny, policy: Policy, theta: Theta, out: Path) -> nn.Module:
     """As the job does: fold, write, reload."""
     policy.freeze(theta)
-    family = tiny.source.family
-    write_checkpoint(
-        tiny.source.folder,
-        out,
-        policy.folded(),
-        policy.scheme,
-        ignore=family.ignore,
-        other_models=family.other_models,
-    )
+    write_checkpoint(tiny.source, out, policy.folded(), policy.scheme)
     model = load_model(open_checkpoint(str(out)), policy.dtype)
-    check_modules(model, family.ignore)
+    check_modules(model, tiny.source.family.ignore)
     return model
 
 

@@ -34,6 +34,7 @@ def test_hints_come_from_every_catalog() -> None:
     assert did_you_mean("nothing like it") == ""
 
 
+@pytest.mark.slow
 def test_a_package_registers_a_catalog_by_an_entry_point(small: Path, tmp_path: Path) -> None:
     (tmp_path / "my_models.py").write_text(MODULE.format(folder=str(small)))
     metadata = tmp_path / "my_models-1.0.dist-info"

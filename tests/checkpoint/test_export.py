@@ -26,18 +26,13 @@ from torch import Tensor, nn
 
 from onptq.check.reload import Verification, check_modules, compare_with_graph, logits_of
 from onptq.checkpoint import companions as output_folder
-from onptq.checkpoint.folder import open_source
+from onptq.checkpoint.exportable import output_bytes
 from onptq.checkpoint.load import load_model
 from onptq.checkpoint.names import LINEARS, find_decoder, matches
 from onptq.checkpoint.packing import compress_linear, storage_format
 from onptq.checkpoint.provenance import Provenance
 from onptq.checkpoint.source import open_checkpoint
-from onptq.checkpoint.write import (
-    check_exportable,
-    output_bytes,
-    quantization_config,
-    write_checkpoint,
-)
+from onptq.checkpoint.write import quantization_config, write_checkpoint
 from onptq.errors import OnPTQError
 from onptq.models import FAMILIES
 from onptq.quantizer.folded import FoldedLinear, FoldedNorm
@@ -184,7 +179,7 @@ def folded_parts(
     source: Path, scheme: Scheme, ignore: tuple[str, ...]
 ) -> Iterator[tuple[str, FoldedLinear | FoldedNorm]]:
     """Layer by layer; norms and biases are changed too, so that the reload shows whether they were written."""
-    checkpoint = open_source(source)
+    checkpoint = open_checkpoint(str(source)).whole
     decoder = find_decoder(checkpoint.tensors, ignore)
     for layer in range(decoder.layers):
         for name in (f"layers.{layer}.{part}" for part in (*NORMS, *LINEARS)):
@@ -233,9 +228,9 @@ def reference_logits(model: str, source: Path, scheme: Scheme, dtype: torch.dtyp
 
 
 def export(model: str, source: Path, out: Path, scheme: str = "W4A8", **options: Any) -> Path:
-    chosen, ignore = Scheme.parse(scheme), family(model).ignore
-    parts = options.pop("parts", None) or folded_parts(source, chosen, ignore)
-    write_checkpoint(source, out, parts, chosen, ignore=ignore, other_models=family(model).other_models, **options)
+    chosen = Scheme.parse(scheme)
+    parts = options.pop("parts", None) or folded_parts(source, chosen, family(model).ignore)
+    write_checkpoint(open_checkpoint(str(source)), out, parts, chosen, **options)
     return out
 
 
@@ -715,7 +710,7 @@ def test_folded_parts_must_cover_the_decoder_exactly(sources, tmp_path):
     }
     for message, items in wrong.items():
         with pytest.raises(OnPTQError, match=message):
-            write_checkpoint(source, out, items, scheme, ignore=ignore)
+            write_checkpoint(open_checkpoint(str(source)), out, items, scheme)
         assert not list(out.iterdir()), message
 
 
@@ -734,11 +729,17 @@ def test_other_matrices_inside_a_decoder_layer_are_refused(sources, tmp_path):
 
 
 def test_ignore_patterns_are_held_against_the_tensors(sources, tmp_path, caplog):
-    source, scheme = sources("llama"), Scheme(4)
+    folder, scheme = sources("llama"), Scheme(4)
+
+    def write(tower: str) -> None:
+        source = open_checkpoint(str(folder))
+        source = replace(source, family=replace(source.family, towers=(tower,)))
+        write_checkpoint(source, tmp_path / "out", folded_parts(folder, scheme, ()), scheme)
+
     with pytest.raises(OnPTQError, match=r"re:.\*mlp.* also matches model.layers.0.mlp.gate_proj"):
-        write_checkpoint(source, tmp_path / "out", folded_parts(source, scheme, ()), scheme, ignore=["re:.*mlp.*"])
+        write(".*mlp.*")
     with caplog.at_level(logging.WARNING, "onptq"):
-        write_checkpoint(source, tmp_path / "out", folded_parts(source, scheme, ()), scheme, ignore=["re:.*visual.*"])
+        write(".*visual.*")
     assert "re:.*visual.* matches no tensor" in caplog.text
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert ignored == ["re:.*lm_head", "re:.*visual.*"], "the head is ignored in any case"
@@ -797,7 +798,7 @@ def test_sources_that_cannot_be_read_are_named(sources, tmp_path):
     config.write_text(text[:-5])
     with pytest.raises(OnPTQError, match="not valid JSON"):
         export("llama", source, tmp_path / "out", parts=())
-    config.write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    config.write_text(json.dumps(json.loads(text) | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(OnPTQError, match=r"already quantized \(gptq\)"):
         export("llama", source, tmp_path / "out", parts=())
     config.write_text(text)
@@ -867,11 +868,11 @@ def test_the_room_asked_for_is_the_room_taken(scheme, sources, tmp_path, monkeyp
 @pytest.mark.parametrize("scheme", ["W8A8", "W5A16-g32-asym", "W16A8"])
 def test_the_predicted_bytes_are_those_of_the_tensors(scheme, sources, tmp_path):
     source, parsed = sources("qwen2.5-vl", "bf16"), Scheme.parse(scheme)
-    checkpoint, decoder = check_exportable(source, family("qwen2.5-vl").ignore)
     out = export("qwen2.5-vl", source, tmp_path / "out", scheme)
     before, after = (sum(t.nbytes for t in load_file(path / "model.safetensors").values()) for path in (source, out))
-    header = checkpoint.weight_bytes - before
-    assert output_bytes(checkpoint, decoder, parsed) == header + after
+    opened = open_checkpoint(str(source))
+    header = opened.whole.weight_bytes - before
+    assert output_bytes(opened, parsed) == header + after
 
 
 def test_an_unwritable_destination_is_reported(sources, tmp_path):

@@ -227,6 +227,7 @@ def test_a_weight_that_is_not_finite_is_named(value: float, model: Path, out: Pa
     assert not (out / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_after_a_model_is_repaired_the_same_command_works(small: Path, model: Path, out: Path) -> None:
     """The failed attempt computed nothing, so its folder must not stand in the way."""
     tensors = load_file(model / "model.safetensors")
@@ -307,6 +308,7 @@ def carried(out: Path) -> list[str]:
 RTN = {"method": "rtn", "rounds": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["docs", "assets/docs"])
 def test_a_link_to_a_folder_carries_nothing_into_the_checkpoint(
     place: str, model: Path, out: Path, secret: Path
@@ -334,6 +336,7 @@ def test_a_link_to_a_file_outside_is_refused_by_name(place: str, model: Path, ou
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_corrected_copy_carries_no_files_from_elsewhere_either(small: Path, tmp_path: Path, secret: Path) -> None:
     folder = tmp_path / "quantized"
     assert call(small, folder, RTN).exit_code == 0
@@ -457,6 +460,7 @@ def test_bad_prompts_can_be_skipped(model: Path, out: Path, tmp_path: Path) -> N
     assert [" ".join(why.split()) in shown for why in read_json(run_home(out) / "skipped.json")] == [True] * 3
 
 
+@pytest.mark.slow
 def test_a_special_token_in_a_prompt_is_named_and_kept_on_demand(small: Path, out: Path, tmp_path: Path) -> None:
     manifest = write_manifest(tmp_path, {"id": "odd", "text": "Say <|im_end|>"}, *({"text": f"{n}"} for n in range(4)))
     sizes = {"data.prompts": 4, "data.holdout": 1, "data.holdout_share": 0.25}
@@ -465,6 +469,7 @@ def test_a_special_token_in_a_prompt_is_named_and_kept_on_demand(small: Path, ou
     assert done.exit_code == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_held_out_prompts_that_calibrate_are_left_out_with_a_warning(small: Path, out: Path) -> None:
     done = call(small, out, {"data.prompts": 3}, "--holdout", small / "prompts.jsonl")
     assert done.exit_code == 0, done.stderr
@@ -509,6 +514,7 @@ def test_a_budget_larger_than_the_candidates_takes_all_of_them(small: Path, out:
     assert states.weight.sum() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("over", "what"), [("critical", "anchor alone"), ("visited", "anchor and the response KL")])
 def test_no_candidates_at_all_warns_and_follows_what_is_left(small: Path, out: Path, over: str, what: str) -> None:
     """Eight bits change none of the first two tokens, and no erosion counts below the tolerance."""
@@ -525,6 +531,7 @@ def test_no_candidates_at_all_warns_and_follows_what_is_left(small: Path, out: P
     assert any(not torch.equal(moved[name], start[name]) for name in start)
 
 
+@pytest.mark.slow
 def test_a_model_that_quantization_does_not_change_at_all(model: Path, out: Path) -> None:
     """All linears are zero: nothing erodes, and no row has a largest weight to take its step from."""
     tensors = load_file(model / "model.safetensors")
@@ -657,13 +664,14 @@ def fill(disk: Path, leave: int) -> Path:
     return ballast
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [0, 4, 12, 22, 120])  # fails later with every page of room
 def test_a_full_disk_is_explained_and_the_same_command_continues_once_there_is_room(
     pages: int, disk: Path, small: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = disk / "out"
     ballast = fill(disk, leave=pages)
-    monkeypatch.setattr("onptq.pipeline.check_room", lambda *_: None)  # as if others filled the disk meanwhile
+    monkeypatch.setattr("onptq.check.job.check_room", lambda *_: None)  # as if others filled the disk meanwhile
     done = call(small, out)
     assert_refused(done, "cannot write ", str(out), "free there")
     assert "No space left" in done.stderr or "not enough room" in done.stderr

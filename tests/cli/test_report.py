@@ -95,6 +95,7 @@ def test_the_page_goes_where_it_is_wanted(compared: Path, tmp_path: Path) -> Non
     assert json.loads(line)["result"]["page"] == str(out) if "result" in json.loads(line) else str(out) in line
 
 
+@pytest.mark.slow
 def test_results_on_the_same_prompts_are_shown_side_by_side(compared: Path, small: Path, tmp_path: Path) -> None:
     second, out = tmp_path / "second", tmp_path / "both.html"
     assert compare(small, second, "rtn:W4A8", "rtn:W8A8").exit_code == 0
@@ -116,6 +117,7 @@ def test_a_page_of_several_does_not_replace_another_one(
     assert (tmp_path / "page.html").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_results_on_other_prompts_are_refused(compared: Path, quantized: Path, small: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert compare(small, other, "rtn:W4A8", "--prompts", 3).exit_code == 0

@@ -148,6 +148,7 @@ def test_the_start_is_not_touched(case: Case) -> None:
 # It lowers the objective
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gamma", "normalize"), [(0.0, "energy"), (0.2, "none"), (1.0, "energy")])
 def test_a_few_steps_lower_the_objective_of_the_deployed_model(case: Case, normalize: str, gamma: float) -> None:
     cfg = full_batch(normalize=normalize, gamma=gamma)
@@ -157,6 +158,7 @@ def test_a_few_steps_lower_the_objective_of_the_deployed_model(case: Case, norma
     assert end < (0.95 if gamma == 0 else 0.6) * start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", ["hidden", "pair", "response"])
 def test_each_critical_term_alone_can_be_lowered(case: Case, term: str) -> None:
     others = {name: 0.0 for name in ("anchor", "hidden", "pair", "response") if name != term}
@@ -463,6 +465,7 @@ def test_without_a_worse_score_a_rollback_changes_nothing(case: Case) -> None:
     assert plain.history == guarded.history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", ["free", "settled", "learned"])
 def test_an_update_interrupted_after_a_rollback_goes_on_with_the_same_bits(
     case: Case, tmp_path: Path, codes: str
@@ -576,6 +579,7 @@ def test_learned_codes_begin_as_the_starts_own(case: Case) -> None:
     assert case.calibrate(still).history[0]["loss"] == pytest.approx(free.history[0]["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_code_changes_only_when_the_evidence_for_it_adds_up(case: Case) -> None:
     """Eight steps of a hundredth leave every weight within half a step of its code; eight that are larger do not."""
     before, begin = case.codes(case.theta), case.policy.centre(case.theta).offset
@@ -590,6 +594,7 @@ def test_a_code_changes_only_when_the_evidence_for_it_adds_up(case: Case) -> Non
         assert change.max() == 1
 
 
+@pytest.mark.slow
 def test_learning_codes_lowers_the_objective_of_the_deployed_model(case: Case) -> None:
     """One prompt a step: directions that prompts do not share cancel before a code changes."""
     cfg = short(**LEARNED, lr_rounding=0.03, batch=1, epochs=10)

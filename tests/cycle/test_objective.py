@@ -10,7 +10,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from conftest import MULTIMODAL, Tiny
+from conftest import MULTIMODAL, Tiny, in_turn
 from naive import decoder_forwards
 from test_theta import exact_policy, learnable, random_theta
 from torch import Tensor
@@ -419,8 +419,10 @@ def test_checkpointing_changes_neither_values_nor_gradients(cases: Callable[...,
 # Eqs. 12 and 13
 
 
-@pytest.mark.parametrize("removed", [None, "anchor", "hidden", "pair", "response"])
-@pytest.mark.parametrize("gamma", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(
+    ("removed", "gamma"),
+    [*in_turn([None, "anchor", "hidden", "pair", "response"], [0.2, 1.0]), (None, 0.0), (None, 1.0), ("hidden", 0.0)],
+)
 def test_the_objective_is_the_anchor_plus_gamma_times_the_critical_losses(
     cases: Callable[..., Case], removed: str | None, gamma: float
 ) -> None:

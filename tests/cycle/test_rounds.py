@@ -41,6 +41,7 @@ def run_rounds(model: Path, out: Path, **changes: Any) -> tuple[Recipe, list[Sta
     return recipe, [load_bank(run_home(out), round_index=k) for k in range(recipe.rounds)]
 
 
+@pytest.mark.slow
 def test_every_round_has_its_own_order_of_prompts(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     calibrate = rounds.calibrate
@@ -55,6 +56,7 @@ def test_every_round_has_its_own_order_of_prompts(small: Path, tmp_path: Path, m
     assert len(set(seeds)) == 2
 
 
+@pytest.mark.slow
 def test_random_selection_draws_anew_in_every_round(small: Path, tmp_path: Path) -> None:
     recipe, banks = run_rounds(small, tmp_path / "out", **{"select.rule": "random"})
     for k, bank in enumerate(banks):
@@ -87,6 +89,7 @@ def test_the_figures_of_a_bank_count_states_that_diverge_without_a_candidate() -
     assert (figures["mismatches"], figures["near_misses"], figures["states"]) == (1, 1, 30)
 
 
+@pytest.mark.slow
 def test_off_policy_calibrates_on_the_dense_models_rollouts_and_is_judged_by_the_quantized_ones(
     small: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +105,7 @@ def test_off_policy_calibrates_on_the_dense_models_rollouts_and_is_judged_by_the
         assert first == second
 
 
+@pytest.mark.slow
 def test_branch_is_left_out_where_nothing_depends_on_it(small: Path, tmp_path: Path) -> None:
     _, (uniform,) = run_rounds(small, tmp_path / "uniform", method="uniform", rounds=1)
     assert not uniform.horizon.any()
@@ -113,6 +117,7 @@ def test_branch_is_left_out_where_nothing_depends_on_it(small: Path, tmp_path: P
     assert (weighted.horizon[weighted.kind == AGREE] > 0).any(), "every visited state is branched"
 
 
+@pytest.mark.slow
 def test_a_recipe_says_which_model_continues_the_forced_tokens(small: Path, tmp_path: Path) -> None:
     changes = {"rounds": 1, "branch.horizon": 4}
     _, (by_q,) = run_rounds(small, tmp_path / "quantized", **changes)

@@ -17,14 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_manifest import picture
 
+from onptq.data.calibration import gather_prompts
 from onptq.data.chat_logs import chat_prompts
 from onptq.data.collected import REMOTE, REPEATED, UNUSABLE, Collected
 from onptq.data.expand import expand, expanded, image_prompt
 from onptq.data.image_folder import COPIED, LINKED, OTHER, image_prompts
-from onptq.data.manifest import load_manifest, manifest_digest
+from onptq.data.manifest import load_manifest, manifest_digest, repeated
 from onptq.data.prompts import Media, Prompt
 from onptq.data.questions import QUESTIONS, asked, read_questions
 from onptq.errors import OnPTQError
+from onptq.recipe import DataConfig
 
 
 def reasons(collected: Collected) -> dict[str, int]:
@@ -271,6 +273,27 @@ def test_expand_adds_new_questions_about_the_images_after_the_prompts(tmp_path: 
     assert manifest_digest(expand(given, 20, seed=0)) == manifest_digest(more)
     assert manifest_digest(expand(given, 20, seed=1)) != manifest_digest(more)
     assert more[:12] == expand(given, 12, seed=0)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_run_adds_questions_about_its_own_images_and_none_that_is_held_out(tmp_path: Path, separate: bool) -> None:
+    draw(tmp_path, *(f"{place}.png" for place in range(6)))
+    records = [{"id": str(n), "text": QUESTIONS[n % 2], "image": f"{n}.png"} for n in range(6)]
+    others = [{"id": f"h{n}", "text": question, "image": "0.png"} for n, question in enumerate(QUESTIONS[1:])]
+    given = write_lines(tmp_path / "few.jsonl", *records)
+    held_out = write_lines(tmp_path / "held.jsonl", *others) if separate else None
+    sizes = DataConfig(prompts=30, holdout=3, holdout_share=0.5, expand=True)
+    prompts = gather_prompts(given, held_out, sizes, frozenset({"text", "image"}))
+    own, more = prompts.calibration[: -prompts.added], prompts.calibration[-prompts.added :]
+    assert len(prompts.calibration) == 30
+    assert {one.images[0].sha256 for one in more} <= {one.images[0].sha256 for one in own}
+    assert not repeated(more, [*own, *prompts.holdout])
+    ordinals = [one.ordinal for one in prompts.every]
+    assert len(set(ordinals)) == len(ordinals)
+    assert min(one.ordinal for one in more) > max(one.ordinal for one in (*own, *prompts.holdout))
+    assert f"{prompts.added} further questions about images" in prompts.describe()
+    plain = gather_prompts(given, held_out, sizes.model_copy(update={"expand": False}), frozenset({"text", "image"}))
+    assert (list(plain.calibration), plain.added) == (own, 0)
 
 
 def test_expand_returns_what_can_be_made() -> None:

@@ -115,6 +115,7 @@ def test_what_does_not_fit_even_alone_is_an_error_and_other_errors_are_left_alon
     assert budget.size == 4
 
 
+@pytest.mark.slow
 def test_rollouts_comparison_and_branches_are_the_same_in_smaller_batches(
     policy: Policy, prompts: list[EncodedPrompt]
 ) -> None:
@@ -151,6 +152,7 @@ def test_each_step_finds_its_own_limit_and_counts_every_prompt_once(
     assert margins.quant == pytest.approx(states.margin_quant, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_two_models_are_split_alike(tiny: Callable[[str], Tiny], policy: Policy, prompts: list[EncodedPrompt]) -> None:
     whole = Prefixes(policy, prompts, max_tokens=TOKENS)
     expected = compare(whole, follow(whole))
@@ -165,6 +167,7 @@ def test_two_models_are_split_alike(tiny: Callable[[str], Tiny], policy: Policy,
     assert max(len(batch.prompts) for batch in dense.batches) <= 2
 
 
+@pytest.mark.slow
 def test_prefixes_that_share_a_budget_learn_from_each_other(policy: Policy, prompts: list[EncodedPrompt]) -> None:
     warnings: list[str] = []
     budget = BatchBudget(4096, "tokens", warn=warnings.append)
@@ -233,6 +236,7 @@ class Warned(QuietReporter):
         self.warnings.append(message)
 
 
+@pytest.mark.slow
 def test_a_run_remembers_what_fits(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
     checkpoint, reporter = tiny("qwen2.5-vl"), Warned()
     changes = {

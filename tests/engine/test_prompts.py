@@ -74,6 +74,7 @@ def test_a_spread_takes_the_first_and_the_last_and_none_twice(tiny: Callable[[st
     assert prompts.spread(8).ordinals == [0, 1, 2, 3, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_batches_of_spilled_prompts_lead_to_the_same_bits(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
     policy = tiny("qwen3-vl").policy("W3A8")
     prompts = tiny("qwen3-vl").encode(policy, 6)
@@ -108,6 +109,7 @@ def quantize(small: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_that_may_cache_nothing_ends_with_the_same_weights_and_leaves_no_prompt(
     small: Path, tmp_path: Path
 ) -> None:

@@ -179,6 +179,7 @@ def test_a_run_with_several_responses_has_a_bank_of_all_of_them_and_repeats_itse
     )
 
 
+@pytest.mark.slow
 def test_a_model_s_own_settings_decide_what_is_sampled(small: Path, tmp_path: Path) -> None:
     model = shutil.copytree(small, tmp_path / "cold")
     settings = (

@@ -53,7 +53,7 @@ def mean_margin(made: Made, path: str, share: float) -> float:
     return float(moved.margin_quant[rows].astype(np.float64).mean())
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-omni"])
+@pytest.mark.parametrize("family", ["qwen2.5-omni"])
 def test_a_share_is_the_derivative_of_the_margins_by_the_error_of_that_linear(
     family: str, tiny: Callable[[str], Tiny]
 ) -> None:

@@ -181,6 +181,7 @@ def assert_same_theta(one: Theta, other: Theta) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.slow
 def test_the_control_computes_neither_the_init_nor_the_first_rollouts_again(
     small: Path, items: list[Item], quantize: Quantize, tmp_path: Path
 ) -> None:
@@ -193,6 +194,7 @@ def test_the_control_computes_neither_the_init_nor_the_first_rollouts_again(
     assert [name for name in reporter.begun if name.startswith("Build")] == ["Build rtn"]
 
 
+@pytest.mark.slow
 def test_what_is_compared_are_the_models_that_quantize_writes(
     compared: tuple[Result, Report], small: Path, items: list[Item], quantize: Quantize, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 import onptq
 from onptq.bank import MISMATCH, States, read_trajectories
+from onptq.checkpoint.exportable import output_bytes
 from onptq.checkpoint.folder import read_folder
 from onptq.checkpoint.load import dense_patterns, load_policy, load_reader
 from onptq.checkpoint.source import find_source, open_checkpoint
@@ -45,7 +46,7 @@ from onptq.evaluate import comparison
 from onptq.evaluate import measure as measuring
 from onptq.evaluate import session as sessions
 from onptq.evaluate.answers import read_answers
-from onptq.evaluate.build import checkpoint_bytes, measured_peak
+from onptq.evaluate.build import measured_peak
 from onptq.evaluate.candidates import CheckpointCandidate, MethodCandidate, folder_name, parse_candidates
 from onptq.evaluate.report import ReportTable, markdown, sentences, summary_table
 from onptq.evaluate.scores import score
@@ -422,6 +423,7 @@ def test_another_candidate_under_a_name_with_results_is_refused(
     assert files(out) == before
 
 
+@pytest.mark.slow
 def test_only_items_or_only_prompts_can_be_compared_by_but_not_nothing(
     small: Path, items: list[Item], tmp_path: Path
 ) -> None:
@@ -439,6 +441,7 @@ def test_only_items_or_only_prompts_can_be_compared_by_but_not_nothing(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_candidate_of_the_cycle_is_the_checkpoint_that_quantize_writes_of_it(
     small: Path, prompts: list[Prompt], tmp_path: Path
 ) -> None:
@@ -463,6 +466,7 @@ def test_a_candidate_of_the_cycle_is_the_checkpoint_that_quantize_writes_of_it(
     assert "written against onptq:W4A8: no difference in anything measured." in sentences(again)
 
 
+@pytest.mark.slow
 def test_what_candidates_share_is_computed_once(small: Path, tmp_path: Path) -> None:
     """The init, D's answers and first rollouts of candidates with the same theta^(0), and of that method itself."""
     listening = ListeningReporter()
@@ -550,10 +554,7 @@ def test_towers_stay_plain_though_the_ignore_list_names_them_as_on_disk(
     model = tiny(family)
     policy = model.policy(scheme)
     policy.freeze(rtn(policy))
-    known = model.source.family
-    write_checkpoint(
-        model.folder, tmp_path, policy.folded(), policy.scheme, ignore=known.ignore, other_models=known.other_models
-    )
+    write_checkpoint(model.source, tmp_path, policy.folded(), policy.scheme)
     exact_names(tmp_path)
     reader = load_reader(open_checkpoint(str(tmp_path)), torch.float32, torch.device("cpu"), model.source.eos())
     with policy.speaking("Q"):
@@ -567,7 +568,7 @@ def test_a_decoder_linear_left_plain_by_its_name_on_disk_stays_plain(
     model = tiny("qwen2.5-vl")
     policy = model.policy("W4A16")
     policy.freeze(rtn(policy))
-    write_checkpoint(model.folder, tmp_path, policy.folded(), policy.scheme, ignore=model.source.family.ignore)
+    write_checkpoint(model.source, tmp_path, policy.folded(), policy.scheme)
     tensors, dense = load_file(tmp_path / "model.safetensors"), load_file(model.source.shards[0])
     [name] = [key for key in dense if key.endswith("layers.1.mlp.down_proj.weight") and "visual" not in key]
     for key in [key for key in tensors if key.startswith(name.removesuffix("weight"))]:
@@ -656,6 +657,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(
     assert str(broken) in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_broken_checkpoint_can_be_repaired_and_compared_under_the_same_name(
     small: Path, exported: Path, tmp_path: Path
 ) -> None:
@@ -757,9 +759,9 @@ def test_the_size_of_a_checkpoint_is_known_without_writing_it(small: Path, tmp_p
     source = find_source(small)
     policy = load_policy(source, scheme)
     policy.freeze(rtn(policy))
-    write_checkpoint(source.folder, tmp_path, policy.folded(), policy.scheme, ignore=source.family.ignore)
+    write_checkpoint(source, tmp_path, policy.folded(), policy.scheme)
     written = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    expected = checkpoint_bytes(source, policy.scheme) + headers(tmp_path) - headers(source.folder)
+    expected = output_bytes(source, policy.scheme) + headers(tmp_path) - headers(source.folder)
     assert expected == pytest.approx(written, rel=0.005)  # shapes of packed weights apart
 
 
@@ -927,6 +929,7 @@ def test_a_table_in_parts_repeats_the_candidates_and_ends_with_its_note() -> Non
     assert lines[-1] == f"What it says. {LEFT_OUT}"
 
 
+@pytest.mark.slow
 def test_the_command_says_where_its_report_is_and_what_it_did_not_run_again(small: Path, tmp_path: Path) -> None:
     common = ("--tasks", "none", "--manifest", small / "prompts.jsonl", "--prompts", 4, "--set", "follow.max_tokens=4")
     out = tmp_path / "out"

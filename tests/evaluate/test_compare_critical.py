@@ -171,6 +171,7 @@ def test_all_candidates_of_a_scheme_are_judged_on_the_states_of_plain_rounding(j
     assert "the same for all candidates of a scheme" in markdown(report)
 
 
+@pytest.mark.slow
 def test_margins_stay_and_only_those_of_new_candidates_are_measured(judged: tuple[Path, Report], small: Path) -> None:
     out, before = judged
     written = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
@@ -180,6 +181,7 @@ def test_margins_stay_and_only_those_of_new_candidates_are_measured(judged: tupl
     assert report.models["search:W2A8"].figures["critical_flips"].value is not None
 
 
+@pytest.mark.slow
 def test_by_default_nothing_is_branched(small: Path, tmp_path: Path) -> None:
     out, report = judge(small, tmp_path / "out", ["rtn:W2A8"], critical=False)
     assert "critical_flips" not in report.models["rtn:W2A8"].figures

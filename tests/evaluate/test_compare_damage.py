@@ -172,6 +172,7 @@ def earlier(out: Path, copy: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_a_comparison_of_an_earlier_version_gets_what_it_lacks(
     judged: tuple[Path, Report], small: Path, exported: Path, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from onptq.evaluate.statistics import Interval, Measure, Resampler
 from onptq.recipe import Recipe
 from onptq.run import CALIBRATED, INIT_KEPT, final_theta, run_home
 
-NOISE = 0.35  # standard deviation of the log of what calibration does to a prompt's KL and, beside it, to a state's
+NOISE = 0.25  # standard deviation of what each theta adds to the log of a prompt's KL and, beside it, to a state's
 TINY: dict[str, Any] = {
     "init": "rtn",
     "data.prompts": 4,
@@ -48,14 +48,15 @@ def states(kl: np.ndarray, mismatch: np.ndarray, lengths: np.ndarray) -> States:
 
 @dataclass
 class Prompts:
-    """Prompts of one draw, by the log of their KL and of how calibration changes it, both around 0."""
+    """Prompts of one draw, by the log of their KL and by what each theta adds to it."""
 
     kl: np.ndarray
-    change: np.ndarray
+    init: np.ndarray
+    calibrated: np.ndarray
 
     @classmethod
     def drawn(cls, rng: np.random.Generator, count: int) -> Prompts:
-        return cls(rng.normal(0, 1, count), rng.normal(0, NOISE, count))
+        return cls(rng.normal(0, 1, count), *rng.normal(0, NOISE, (2, count)))
 
 
 def visited(
@@ -74,8 +75,11 @@ def visited(
     count = len(prompts.kl)
     lengths = rng.integers(3, 60, count)
     prompt = np.repeat(np.arange(count), lengths)
-    before = 0.001 * harder * np.exp(prompts.kl[prompt] + rng.normal(0, 1.3, len(prompt)))
-    after = before * kl * np.exp(prompts.change[prompt] + rng.normal(0, NOISE, len(prompt)) - NOISE**2)
+    common = 0.001 * harder * np.exp(prompts.kl[prompt] + rng.normal(0, 1.3, len(prompt)))
+    before, after = (
+        common * np.exp(own[prompt] + rng.normal(0, NOISE, len(prompt))) for own in (prompts.init, prompts.calibrated)
+    )
+    after *= kl
     tie = rng.random(len(prompt))
     loops, ends = rng.random(count) < loop, rng.random(count) >= cut_off
     responses = [((7,) * 24, False) if loops[n] else (tuple(range(24)), bool(ends[n])) for n in range(count)]
@@ -124,7 +128,7 @@ def test_the_best_of_iterates_that_change_nothing_is_seldom_taken_for_better() -
     for seed in range(draws):
         prompts = Prompts.drawn(np.random.default_rng(seed), 64)
         iterates = [
-            replace(prompts, change=np.random.default_rng((seed, look)).normal(0, NOISE, 64)) for look in range(4)
+            replace(prompts, calibrated=np.random.default_rng((seed, look)).normal(0, NOISE, 64)) for look in range(4)
         ]
         seen = [visited(np.random.default_rng((seed, 9)), iterate) for iterate in iterates]
         best = int(np.argmin([one.calibrated.kl.sum() for one in seen]))
@@ -189,6 +193,7 @@ def quantize(small: Path, out: Path, **changes: Any) -> onptq.pipeline.Result:
     return onptq.quantize(small, out, calibration=small / "prompts.jsonl", recipe=recipe)
 
 
+@pytest.mark.slow
 def test_a_run_that_did_not_help_ships_its_init_and_says_so(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +218,7 @@ def test_a_run_that_did_not_help_ships_its_init_and_says_so(
     assert "The init was kept: on held-out prompts KL went up." in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_with_keep_last_nothing_is_judged(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "choose", None)
     summary = quantize(small, tmp_path / "out", **{"calibrate.keep": "last"}).summary

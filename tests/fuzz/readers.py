@@ -20,8 +20,8 @@ from guarded import Read
 from PIL import Image
 
 from onptq.bank import States, Trajectory, load_bank, load_trajectories, read_trajectories, write_trajectories
+from onptq.checkpoint.exportable import check_exportable
 from onptq.checkpoint.source import find_source
-from onptq.checkpoint.write import check_exportable
 from onptq.cycle.calibrate import Progress
 from onptq.data.audio import read_audio
 from onptq.data.chat_logs import chat_prompts
@@ -148,7 +148,7 @@ def read_model(name: str, data: bytes, folder: Path) -> None:
             os.link(file, copy / file.name)
     (copy / name).write_bytes(data)
     source = find_source(copy)
-    check_exportable(copy, (*source.family.ignore, *source.family.other_models), source.family.linears)
+    check_exportable(source)
     source.eos()
     source.storage()
     for _ in source.checkpoint.require_whole().read(list(source.checkpoint.tensors)[:2]):

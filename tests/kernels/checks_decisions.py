@@ -22,7 +22,13 @@ from onptq.cycle.divergence import kl_divergence
 from onptq.kernels.decisions import decide_states, kl_of_states, margin_of_states
 
 SHAPES = [(37, 40, 1100), (70, 64, 200), (1, 96, 530), (3, 33, 5)]  # states, width, vocabulary
-CASES = [(shape, dtype, (one + two) % 2 == 0) for one, shape in enumerate(SHAPES) for two, dtype in enumerate(DTYPES)]
+# Every type with the smallest shape, and with one of the others.
+CASES = [
+    (shape, dtype, (one + two) % 2 == 0)
+    for one, shape in enumerate(SHAPES)
+    for two, dtype in enumerate(DTYPES)
+    if one in (two, len(SHAPES) - 1)
+]
 
 
 def states_and_head(

@@ -246,6 +246,7 @@ def test_steps_that_only_do_harm_leave_the_better_init(small: Path, monkeypatch:
     assert all(torch.equal(tensor, still.tensors()[name]) for name, tensor in wild.tensors().items())
 
 
+@pytest.mark.slow
 def test_learning_lowers_the_error_of_every_block(small: Path) -> None:
     checkpoint = open_small(small)
     policy = checkpoint.policy("W3A8")
@@ -259,6 +260,7 @@ def test_learning_lowers_the_error_of_every_block(small: Path) -> None:
     assert 0.5 < moved.min() < moved.max() < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A16-g32-asym", "W16A6"])
 def test_groups_zero_points_and_unquantized_weights_are_learned_too(small: Path, scheme: str) -> None:
     checkpoint = open_small(small)

@@ -60,6 +60,7 @@ def test_gptq_behind_smoothquant_rounds_what_smoothquant_left(case: Case) -> Non
     assert any(not torch.equal(offset, plain[path]) for path, offset in actual.offset.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["search+gptq", "smoothquant+gptq"])
 def test_it_reports_every_block_and_leaves_the_policy_as_it_was(tiny: Callable[[str], Tiny], name: str) -> None:
     def method(policy, prompts, advance):
@@ -68,6 +69,7 @@ def test_it_reports_every_block_and_leaves_the_policy_as_it_was(tiny: Callable[[
     check_contract(tiny("qwen3-vl"), "W4A8", method)
 
 
+@pytest.mark.slow
 def test_a_recipe_says_how_many_steps_a_learning_init_takes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, prompts, _ = case
     taken = []

@@ -58,6 +58,7 @@ def test_every_method_that_works_block_by_block_is_tried_here() -> None:
     assert {name for name in METHODS._built_in if accepts(name, "store")} == set(STORED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORED)
 def test_a_stopped_method_goes_on_after_its_finished_blocks_and_ends_with_the_same_theta(
     small: Path, tmp_path: Path, name: str

@@ -130,6 +130,7 @@ def test_training_is_that_of_the_deployed_graph(tiny):
         assert expected.std() > 1e-2, "training moves what is compared"
 
 
+@pytest.mark.slow
 def test_training_lowers_the_error_it_trains_on(tiny):
     t = tiny("qwen2.5-omni")
     policy = make_policy(t, "W4A6")
@@ -151,6 +152,7 @@ def test_training_lowers_the_error_it_trains_on(tiny):
     assert error(masquant(policy, prompts)) < 0.99 * error(masquant(policy, prompts, epochs=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_every_family_gives_the_same_theta_twice_and_keeps_its_policy(tiny, family):
     _, theta = check_contract(tiny(family), "W4A8", masquant)

@@ -136,6 +136,7 @@ def test_the_search_takes_the_least_weighted_error_of_its_grid(case, rho):
         assert max(errors) > min(errors) * (1 + 1e-2), "candidates differ by more than the tolerance"
 
 
+@pytest.mark.slow
 def test_each_pair_uses_the_gradients_of_its_own_half_of_the_block(case):
     policy, prompts, responses, _ = case
     answered = answer_prompts(policy, prompts, responses)
@@ -154,6 +155,7 @@ def test_each_pair_uses_the_gradients_of_its_own_half_of_the_block(case):
             assert torch.equal(split.smoothing[key], expected.smoothing[key])
 
 
+@pytest.mark.slow
 def test_only_the_proportion_of_the_weights_matters(case):
     policy, prompts, responses, _ = case
     answered = answer_prompts(policy, prompts, responses)

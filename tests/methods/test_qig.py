@@ -39,6 +39,7 @@ def rounded_input(policy, x):
     return fake_quantize_activations(x, 4) if policy.scheme.quantizes_activations else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 def test_attributions_of_a_sequence_sum_to_its_difference_between_the_ends_of_the_path(case, pair):
     policy, theta, block, stream, inputs = case

@@ -268,6 +268,7 @@ def test_every_row_takes_the_ratio_of_least_output_error_and_may_keep_its_full_r
         assert (actual <= output_errors(policy, other, block, name, x)[0] * (1 + 1e-2)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "factor"), [("W8A8", 10), ("W4A8", 2), ("W4A16", 2)])
 def test_outliers_are_smoothed_away(cases: Callable[[str, bool], Case], scheme: str, factor: float) -> None:
     _, policy, prompts, theta = cases(scheme, True)
@@ -299,6 +300,7 @@ def test_hooks_do_not_stay_behind(cases: Callable[[str, bool], Case]) -> None:
     assert not any(module._forward_pre_hooks for module in policy.model.modules())
 
 
+@pytest.mark.slow
 def test_the_dense_models_own_responses_are_part_of_the_sample(cases: Callable[[str, bool], Case]) -> None:
     _, policy, prompts, alone = cases("W4A8", True)
     actual, sequences = search(policy, prompts), [one.sequence for one in answer_prompts(policy, prompts)]

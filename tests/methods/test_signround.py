@@ -185,6 +185,7 @@ def test_a_block_ends_with_its_best_iterate_not_the_last(case: Case) -> None:
     assert all(torch.equal(theta.ratio[path], init.ratio[path]) for path in rejected)
 
 
+@pytest.mark.slow
 def test_rounding_is_learned_and_no_code_is_further_than_the_next_one(case: Case) -> None:
     policy, prompts, responses = case
     plain = Theta.rtn(policy.structure.blocks, policy.scheme)

@@ -245,6 +245,7 @@ def test_a_cycle_that_was_interrupted_ends_in_a_checkpoint_that_transformers_rel
     assert not torch.equal(logits, tiny.policy("W4A8").model(**inputs, use_cache=False).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, made in CLASSES.items() if made.model_type not in published_types()])
 def test_the_shapes_of_the_default_config_of_transformers_fit(name: str) -> None:
     """Published sizes as far as transformers' own defaults are those of a published checkpoint; no weight is made."""

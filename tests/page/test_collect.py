@@ -488,7 +488,8 @@ def test_the_verdict_counts_answers() -> None:
     assert ") say something else, 1 (" in counted
     assert ") changes clearly, 1 (" in counted
     assert counted.endswith(") parts at a near tie.")
-    assert verdict(responses("reworded", "reworded"), None, random()).endswith(": 2 [2, 2] part at a near tie.")
+    assert verdict(responses("reworded", "reworded"), None, random()).endswith(": all part at a near tie.")
+    assert verdict(responses("same", "clear"), None, random()).endswith(": it changes clearly.")
     assert verdict(responses("same", "same"), None, random()) == "All 2 answers are worded as before."
     assert verdict([], None, random()) == "Nothing was answered."
 

@@ -129,6 +129,7 @@ def page() -> Page:
     return large_page(4, 160, candidates=1, rounds=1, media_bytes=1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "kept", "round_kept"),
     [(1.0, 640, 640), (0.95, 640, 512), (0.8, 640, 0), (0.5, None, 0)],

@@ -15,8 +15,8 @@ from plan_models import GIB, QWEN3_VL_30B_A3B, write_mixture, write_sparse
 from safetensors.torch import load_file, save_file
 
 import onptq
+from onptq.checkpoint.exportable import check_exportable
 from onptq.checkpoint.source import find_source
-from onptq.checkpoint.write import check_exportable
 from onptq.models.experts import linearize
 from onptq.models.structure import find_structure
 from onptq.plan.parts import AUDIO, EMBEDDINGS, LINEARS, OTHER_MODELS, VISION, Part, Parts, find_parts
@@ -110,7 +110,7 @@ def test_a_mixture_of_experts_is_read_from_its_headers_and_fits_its_class(tmp_pa
     shapes = parts.shapes
     assert (shapes.active, shapes.block) == (8 * expert + attention, 128 * expert + attention)
     assert (shapes.ffn, shapes.query, shapes.kv, shapes.hidden, shapes.modules) == (8 * 768, 4096, 512, 2048, 388)
-    checkpoint, decoder = check_exportable(source.folder, source.family.ignore, source.family.linears)
+    check_exportable(source)
     with torch.device("meta"):
         model = linearize(
             transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig.from_dict(QWEN3_VL_30B_A3B))
@@ -122,5 +122,5 @@ def test_a_mixture_of_experts_is_read_from_its_headers_and_fits_its_class(tmp_pa
         for name in (*block.linears, *block.followers("norm_gate_up")):
             weight = block.child(name).weight
             folded = smoothed(weight, log_scales_in(theta, block, name), log_scales_out(theta, block, name))  # type: ignore[arg-type]
-            stored = checkpoint.tensors[f"{decoder.prefix}{block.path(name)}.weight"]
+            stored = source.whole.tensors[f"{source.decoder.prefix}{block.path(name)}.weight"]
             assert folded.shape == weight.shape == stored.shape  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import onptq
 from onptq.check.static import check_folder
 from onptq.checkpoint.load import load_reader
 from onptq.checkpoint.quantization import parse_quantization
-from onptq.checkpoint.source import open_checkpoint
+from onptq.checkpoint.source import Source, open_checkpoint
 from onptq.cycle.branch import branch
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
@@ -247,11 +248,15 @@ def test_transformers_reloads_exactly_what_was_calibrated_with_and_without_a_cac
 def test_other_models_in_the_checkpoint_are_refused_before_any_weight_is_read(
     tiny: Callable[[str], Tiny], tmp_path: Path
 ) -> None:
-    from onptq.checkpoint.write import check_cached
+    from onptq.checkpoint.exportable import check_cached
 
     source = tiny("qwen2.5-vl").source
-    check_cached(source.checkpoint, Scheme.parse(SCHEME), ("talker.",))
+
+    def beside(other: str) -> Source:
+        return replace(source, family=replace(source.family, other_models=(other,)))
+
+    check_cached(beside("talker."), Scheme.parse(SCHEME))
     name = next(iter(source.checkpoint.tensors)).split(".")[0] + "."
     with pytest.raises(OnPTQError, match="holds other models"):
-        check_cached(source.checkpoint, Scheme.parse(SCHEME), (name,))
-    check_cached(source.checkpoint, Scheme.parse("W4A16"), (name,))
+        check_cached(beside(name), Scheme.parse(SCHEME))
+    check_cached(beside(name), Scheme.parse("W4A16"))

@@ -19,11 +19,11 @@ from test_policy import inputs_of, speak
 
 import onptq
 from onptq.check.static import check_folder
-from onptq.checkpoint.names import find_decoder
+from onptq.checkpoint.exportable import output_bytes
 from onptq.checkpoint.served import ADA, BLACKWELL, CPU, HOPPER
 from onptq.checkpoint.served_by_vllm import HUMMING, VLLM
 from onptq.checkpoint.serving import serving
-from onptq.checkpoint.write import linears_by_scheme, output_bytes, quantization_config
+from onptq.checkpoint.write import linears_by_scheme, quantization_config
 from onptq.errors import OnPTQError
 from onptq.methods import METHODS, accepts
 from onptq.quantizer.mix import check_mix
@@ -186,9 +186,7 @@ def test_transformers_reloads_a_mix_exactly_with_an_image(
     summary = onptq.quantize(one.folder, out, calibration=one.manifest, recipe=recipe).summary
     assert summary["verification"]["max_abs_difference"] == 0.0
     assert not [finding for finding in check_folder(out) if not finding.passed]
-    parsed, checkpoint = Scheme.parse(scheme), one.source.checkpoint
-    decoder = find_decoder(checkpoint.tensors, one.source.family.ignore)
-    written = output_bytes(checkpoint, decoder, parsed)
+    written = output_bytes(one.source, Scheme.parse(scheme))
     assert summary["checkpoint"]["bytes"] == pytest.approx(written, rel=0.01), "but for the header"
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"

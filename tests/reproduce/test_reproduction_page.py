@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 from made_by_hand import TINY
-from test_docs import ROOT, code
+from test_docs import code
 
 from onptq import LOSS_TERMS
 from onptq.reproduce.catalog import NAMES
-from onptq.reproduce.page import read_results, summary
-
-PAGE = ROOT / "docs" / "reproduction.md"
-RESULTS = ROOT / "results" / "reproduce"
+from onptq.reproduce.page import read_results
+from tools.docs.reproduction import PAGE, RESULTS, with_table
 
 
 def test_the_table_is_the_summary_of_the_committed_results() -> None:
     results = read_results(RESULTS)
     assert [one["name"] for one in results] == list(NAMES)
-    assert summary(results, "../results/reproduce/") in PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page) == page, "python -m tools.docs.reproduction writes the table"
     for one in results:
         assert f"\n{one['command']}\n" in (RESULTS / f"{one['name']}.md").read_text(encoding="utf-8")
 

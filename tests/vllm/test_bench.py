@@ -81,6 +81,7 @@ def test_the_command_measures_dense_and_quantized_in_transformers(small: Path, e
     assert report["results"][1]["batches"][0]["prefill_seconds"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "backend", "kernel"),
     [

@@ -294,6 +294,7 @@ def test_a_server_that_ignores_termination_is_killed(clients: SimpleNamespace, t
     assert gone(worker(tmp_path))
 
 
+@pytest.mark.slow
 def test_no_server_outlives_a_suite_that_is_killed(clients: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(recorded_server(tmp_path), encoding="utf-8")
     suite = f"""

@@ -86,6 +86,7 @@ def within_rounding(got: Tensor, simulated: Tensor, x: Tensor, weight: Tensor, b
 # --- the GEMM ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", INTEGER)
 @pytest.mark.parametrize(("rows", "columns", "outputs"), [(1, 64, 8), (5, 37, 11), (33, 4096, 24), (2, 9000, 16)])
 def test_integers_are_summed_exactly(scheme: str, rows: int, columns: int, outputs: int) -> None:
@@ -105,6 +106,7 @@ def test_the_largest_codes_neither_saturate_nor_wrap(scheme: str) -> None:
     assert integer_product(x, weight).tolist() == expected
 
 
+@pytest.mark.slow
 def test_integers_are_summed_exactly_on_a_cpu_whose_int8_gemm_saturates() -> None:
     """oneDNN without VNNI sums pairs of products in 16 bits."""
     program = (

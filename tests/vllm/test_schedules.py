@@ -660,6 +660,7 @@ def test_launches_of_few_rows_are_not_given_to_humming(heuristics: Any, tmp_path
     assert heuristics.get_configs(layer_config=layer()) == [[0, 1, own], [1, 8, {"new": 1}], [8, END, own]]
 
 
+@pytest.mark.slow
 def test_without_humming_the_plugin_changes_nothing(heuristics: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = heuristics.get_configs.__func__
     monkeypatch.setattr(plugin, "find_spec", lambda name: None)
@@ -680,6 +681,7 @@ def test_without_a_table_the_plugin_changes_nothing(
     assert sys.modules["humming.forward"].may_process_input == server.may_process_input
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("humming") is not None, reason="humming is installed here")
 def test_without_humming_the_plugin_imports_nothing_heavy(tmp_path: Path) -> None:
     """In a process of its own, with a table of some GPU."""

@@ -148,6 +148,7 @@ def test_two_processes_at_once_both_get_the_whole_model(zoo: Path, tmp_path: Pat
     assert find_source(SPIKED).folder in folders
 
 
+@pytest.mark.slow
 def test_nothing_is_ever_written_into_a_folder_of_the_final_name(zoo: Path, tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path\n"

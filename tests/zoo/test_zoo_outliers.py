@@ -214,6 +214,7 @@ def test_no_channel_is_taken_twice_and_none_that_is_too_loud(tiny: Callable[[str
     assert sorted(picked.values(), reverse=True) == [8] * 4 + [2] * (len(quiet) - 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_rounding_does_more_damage_with_outliers(
     family: str, tiny: Callable[[str], Tiny], spiked: Callable[[str], tuple[Tiny, Outliers]]

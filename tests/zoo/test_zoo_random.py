@@ -56,6 +56,7 @@ def test_transformers_loads_every_weight_and_misses_none(family: str, tie: bool,
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tie
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NAMES)
 def test_responses_are_finite_and_vary_and_seldom_end_early(family: str, tiny: Callable[[str], Tiny]) -> None:
     folder = tiny(family).folder
@@ -72,6 +73,7 @@ def test_responses_are_finite_and_vary_and_seldom_end_early(family: str, tiny: C
     assert not torch.isin(torch.cat(responses), banned).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NAMES)
 def test_rounding_to_four_bits_changes_some_decisions_but_not_most(family: str, tiny: Callable[[str], Tiny]) -> None:
     folder = tiny(family).folder

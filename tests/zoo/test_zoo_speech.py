@@ -67,6 +67,7 @@ def test_speech_does_not_depend_on_earlier_speech(variant: str) -> None:
         assert fingerprint(utterance) == alone
 
 
+@pytest.mark.slow
 def test_every_voice_is_the_same_in_a_fresh_process_in_any_order() -> None:
     rng = Random(3)
     voices = [(rng.choice(ACCENTS), variant, 180, 45, 60) for variant in (*TRAIN_VARIANTS, *OTHER_VARIANTS)]
@@ -145,6 +146,7 @@ def test_sentences_have_three_to_eight_words_of_the_vocabulary_and_use_all_of_it
     assert 180 <= len(VOCABULARY) <= 220
 
 
+@pytest.mark.slow
 def test_the_slowest_speaker_finishes_the_longest_sentences() -> None:
     slow = Voice("en-us", "m4", RATES[0], 50, 50)
     longest = {slot: max(words, key=lambda word: len(speak(Utterance(word, slow)))) for slot, words in WORDS.items()}

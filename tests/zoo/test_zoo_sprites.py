@@ -107,6 +107,7 @@ def test_render_equals_the_formula_pixel_by_pixel(seed: int, side: int) -> None:
     np.testing.assert_array_equal(draw(drawing, side).numpy(), naive(drawing, side))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", SIDES)
 def test_the_largest_sprite_that_begins_at_a_pixel_centre_is_whole(side: int) -> None:
     half = 896 // side

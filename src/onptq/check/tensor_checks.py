@@ -77,9 +77,7 @@ def check_layers(inspected: Inspected) -> Iterator[Finding]:
     names = {f"{module}.weight" for module, stored in checkpoint.modules.items() if not WEIGHTS.isdisjoint(stored)}
     layers = text_config(checkpoint.config).get("num_hidden_layers")
     try:
-        decoder = find_decoder(
-            names, (*family.ignore, *family.other_models) if family else (), family.linears if family else ()
-        )
+        decoder = find_decoder(names, family.ignore if family else (), family.linears if family else ())
     except OnPTQError:
         return
     if isinstance(layers, int) and decoder.layers > layers:

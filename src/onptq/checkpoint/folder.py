@@ -254,11 +254,6 @@ class Checkpoint:
         return whole
 
 
-def open_source(folder: Path) -> Checkpoint:
-    """A whole, dense checkpoint, to be rewritten."""
-    return read_folder(folder).require_dense().require_whole()
-
-
 def read_folder(folder: Path) -> Checkpoint:
     """Read config.json, the index and the header of every shard. Only config.json must be in order."""
     _check_regular(folder)

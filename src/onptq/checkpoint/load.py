@@ -46,7 +46,7 @@ def load_model(
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    checkpoint = source.checkpoint.require_whole()
+    checkpoint = source.whole
     if (beyond := too_deep(source.config, len(checkpoint.modules))) is not None:
         raise OnPTQError(f"{source.folder / CONFIG}: {beyond}")
     quantization = source.checkpoint.quantization or {}
@@ -126,7 +126,7 @@ def _folder(source: Source, repair: bool) -> Iterator[Path]:
     quantization = dict(source.checkpoint.quantization or {})
     quantization["ignore"] = [
         *(quantization.get("ignore") or ()),
-        *dense_patterns(source.checkpoint.require_whole(), source.family),
+        *dense_patterns(source.whole, source.family),
     ]
     config = dict(source.config) | {"quantization_config": quantization}
     if isinstance(config.get("thinker_config"), dict):

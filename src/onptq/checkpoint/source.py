@@ -16,7 +16,7 @@ from onptq.checkpoint.catalogs import did_you_mean, is_cataloged, locate
 from onptq.checkpoint.companions import check_links
 from onptq.checkpoint.folder import DTYPES as STORED
 from onptq.checkpoint.folder import Checkpoint, read_folder, read_json
-from onptq.checkpoint.names import find_decoder, storage_dtype
+from onptq.checkpoint.names import Decoder, find_decoder, storage_dtype
 from onptq.errors import OnPTQError
 from onptq.models import family_of
 from onptq.models.family import Family, text_config
@@ -39,13 +39,23 @@ class Source:
     def checkpoint(self) -> Checkpoint:
         return read_folder(self.folder)
 
+    @cached_property
+    def whole(self) -> Checkpoint:
+        """The checkpoint with the shards that readers take. Raises where it is damaged."""
+        return self.checkpoint.require_whole()
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The language model among the tensors. Raises where there is none."""
+        return find_decoder(self.whole.tensors, self.family.ignore, self.family.linears)
+
     @property
     def quantized(self) -> bool:
         return self.checkpoint.quantization is not None
 
     @property
     def shards(self) -> list[Path]:
-        return [shard.file for shard in self.checkpoint.require_whole().shards]
+        return [shard.file for shard in self.whole.shards]
 
     @property
     def files(self) -> list[Path]:
@@ -82,11 +92,7 @@ class Source:
 
     def storage(self) -> torch.dtype:
         """The dtype of the language model's linears on disk, which folded gains and scales are rounded to."""
-        checkpoint = self.checkpoint.require_whole()
-        decoder = find_decoder(
-            checkpoint.tensors, (*self.family.ignore, *self.family.other_models), self.family.linears
-        )
-        return STORED[storage_dtype(checkpoint, decoder)]
+        return STORED[storage_dtype(self.whole, self.decoder)]
 
 
 def find_source(model: str | Path) -> Source:
@@ -100,7 +106,7 @@ def find_source(model: str | Path) -> Source:
     elif not folder.is_dir():
         folder = _download(name)
     source = _source(name, folder)
-    source.checkpoint.require_dense().require_whole()
+    source.whole.require_dense()
     check_links(folder)
     return source
 

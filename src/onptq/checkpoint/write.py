@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,20 @@ from torch import Tensor
 
 from onptq.checkpoint.card import PICTURE, write_card
 from onptq.checkpoint.companions import STAGED_CONFIG, companion_bytes, copy_companions, reported, staged, write_text
-from onptq.checkpoint.folder import BITS, DTYPES, Checkpoint, StoredTensor, open_source
-from onptq.checkpoint.names import Decoder, disagreements, find_decoder, matches, storage_dtype
+from onptq.checkpoint.exportable import cached_layers, check_apart, check_exportable, output_bytes
+from onptq.checkpoint.folder import DTYPES, Checkpoint, StoredTensor
+from onptq.checkpoint.names import Decoder, matches
 from onptq.checkpoint.packing import compress_linear, storage_format
+from onptq.checkpoint.parts import Unit, layer_of, plan_shards
 from onptq.checkpoint.provenance import Provenance, Results
 from onptq.checkpoint.quantization import Numbers, activation_numbers, cache_numbers, weight_numbers
-from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
+from onptq.checkpoint.shards import Shard, header_room, name_shards
+from onptq.checkpoint.source import Source
 from onptq.errors import OnPTQError
 from onptq.quantizer.folded import Folded, FoldedCache, FoldedFollower, FoldedLinear, FoldedNorm
 from onptq.quantizer.mix import check_mix
 from onptq.quantizer.numerics import product_dtype
+from onptq.ranks import ALONE, Ranks
 from onptq.schemes import UNQUANTIZED, Scheme
 
 HEAD = "re:.*lm_head"
@@ -39,63 +44,65 @@ logger = logging.getLogger(__name__)
 
 
 def write_checkpoint(
-    source: Path,
+    source: Source,
     out: Path,
     folded: Iterable[tuple[str, Folded]],
     scheme: Scheme,
     *,
-    ignore: Sequence[str],
-    other_models: Sequence[str] = (),
-    linears: tuple[str, ...] = (),
     provenance: Provenance | None = None,
     results: Results | None = None,
     picture: str | None = None,
-    name: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Rewrite `source` into `out` with the folded linears, norms and followers in place of the decoder's own.
 
-    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"). Each item is packed, written and freed
-    before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading. Either
-    the whole checkpoint appears in `out` or none of it. `provenance`, `results`, their `picture` as an SVG and the
-    source's `name` are for the model card.
+    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"), layer by layer. Each item is packed, written
+    and freed before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading.
+    Either the whole checkpoint appears in `out` or none of it. `provenance`, `results` and their `picture` as an SVG are
+    for the model card. Several `ranks` write shards in turn, each those of its `own_layers`, and the
+    first the rest.
     """
-    check_apart(source, out)
-    checkpoint, decoder = check_exportable(source, (*ignore, *other_models), linears)
+    check_apart(source.folder, out)
+    check_exportable(source)
+    checkpoint, decoder = source.whole, source.decoder
     check_mix(scheme, decoder.linears)
-    patterns = _ignore_patterns(checkpoint, decoder, ignore, other_models)
+    patterns = _ignore_patterns(source)
     config = _with_quantization(checkpoint.config, quantization_config(scheme, patterns, decoder.linears))
-    card = write_card(source, checkpoint.config, scheme, provenance, results, name, pictured=picture is not None)
-    room = header_room(_output_names(checkpoint, decoder))
-    needed = output_bytes(checkpoint, decoder, scheme) + companion_bytes(source)
-    with staged(out, needed) as stage, ShardWriter(stage, room, max_shard_bytes) as shards:
-        replaced, cached = set[str](), set[str]()
-        for name, part in folded:
-            if isinstance(part, FoldedCache):
-                cached.add(name)
-            tensors, taken = _replacement(checkpoint, decoder, name, part, scheme)
-            if taken & replaced:
-                raise OnPTQError(f"{name} was folded twice; expected every linear and norm at most once")
-            replaced |= taken
-            with reported(out, needed):
-                for key, tensor in tensors.items():
-                    shards.add(key, tensor)
-            del part, tensors, tensor
-        _check_complete(decoder, replaced)
-        if scheme.quantizes_cache and cached != (layers := cached_layers(decoder)):
-            raise OnPTQError(
-                f"{len(cached)} of {len(layers)} layers have scales of their KV cache: {sorted(layers - cached)}"
-            )
-        for key, tensor in checkpoint.read(key for key in checkpoint.tensors if key not in replaced):
-            with reported(out, needed):
-                shards.add(key, tensor)
+    card = write_card(
+        source.folder, source.config, scheme, provenance, results, source.name, pictured=picture is not None
+    )
+    needed = output_bytes(source, scheme) + companion_bytes(source.folder)
+    plan = plan_shards(source, scheme, max_shard_bytes)
+    replacing = _Replacing(source, scheme, folded)
+
+    def write_shard(position: int) -> tuple[int, list[str], int]:
+        with reported(out, needed), Shard(stage, position, header_room(_output_names(checkpoint, decoder))) as shard:
+            for unit in plan[position]:
+                for key, tensor in replacing.tensors(unit):
+                    shard.add(key, tensor)
+            shard.finish()
+            return position, shard.names, shard.bytes
+
+    def finish() -> None:
         with reported(out, needed):
-            shards.close()
-            copy_companions(source, stage)
+            name_shards(stage, [names for _, names, _ in written], sum(size for _, _, size in written))
+            copy_companions(source.folder, stage)
             write_text(stage / "README.md", card)
             if picture is not None:
                 write_text(stage / PICTURE, picture)
             write_text(stage / STAGED_CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        staging.close()
+
+    def write_own() -> list[tuple[int, list[str], int]]:
+        own = [write_shard(position) for position in range(ranks.rank, len(plan), ranks.size)]
+        replacing.close()
+        return own
+
+    with ExitStack() as staging:
+        stage = Path(ranks.lead(lambda: str(staging.enter_context(staged(out, needed)))))
+        written = sorted(shard for shards in ranks.each(write_own) for shard in shards)
+        ranks.lead(finish)
 
 
 def quantization_config(scheme: Scheme, ignore: Sequence[str], linears: Sequence[str] = ()) -> dict[str, Any] | None:
@@ -167,6 +174,54 @@ def _args(numbers: Numbers, scales: str, *, static: bool) -> dict[str, Any]:
         "group_size": numbers.group_size,
         "dynamic": numbers.dynamic,
     } | more
+
+
+class _Replacing:
+    """The output's tensors, unit by unit: folded ones, and the source's own where nothing stands for them."""
+
+    def __init__(self, source: Source, scheme: Scheme, folded: Iterable[tuple[str, Folded]]) -> None:
+        self.checkpoint, self.decoder, self.scheme = source.whole, source.decoder, scheme
+        self._groups = groupby(folded, key=lambda item: layer_of(item[0]))
+        self._next = next(self._groups, None)
+        self._replaced, self._cached = set[str](), set[str]()
+        self._layers: list[int] = []
+
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+        if unit.layer is not None:
+            self._layers.append(unit.layer)
+            while self._next is not None and (self._next[0] is None or self._next[0] <= unit.layer):
+                yield from self._folded(self._next[1])
+                self._next = next(self._groups, None)
+        yield from self.checkpoint.read([name for name in unit.names if name not in self._replaced])
+
+    def close(self) -> None:
+        """Raise where something was not folded, or was folded and stands in no unit."""
+        if self._next is not None:
+            name, part = next(self._next[1])
+            list(self._folded([(name, part)]))  # whatever else is wrong with it
+            raise OnPTQError(f"{name} was folded behind later layers")
+        expected = [name for name in self.decoder.linears if layer_of(name) in self._layers]
+        missing = [name for name in expected if f"{self.decoder.prefix}{name}.weight" not in self._replaced]
+        if missing:
+            raise OnPTQError(
+                f"{len(missing)} of {len(expected)} decoder linears were not folded: {', '.join(missing[:7])}"
+            )
+        layers = {name for name in cached_layers(self.decoder) if layer_of(name) in self._layers}
+        if self.scheme.quantizes_cache and self._cached != layers:
+            raise OnPTQError(
+                f"{len(self._cached)} of {len(layers)} layers have scales of their KV cache: {sorted(layers - self._cached)}"
+            )
+
+    def _folded(self, parts: Iterable[tuple[str, Folded]]) -> Iterator[tuple[str, Tensor]]:
+        for name, part in parts:
+            if isinstance(part, FoldedCache):
+                self._cached.add(name)
+            tensors, taken = _replacement(self.checkpoint, self.decoder, name, part, self.scheme)
+            if taken & self._replaced:
+                raise OnPTQError(f"{name} was folded twice; expected every linear and norm at most once")
+            self._replaced |= taken
+            yield from tensors.items()
+            del part, tensors
 
 
 def _replacement(
@@ -243,84 +298,20 @@ def _check(holds: bool, what: str, shape: tuple[int, ...], got: Tensor) -> None:
         raise OnPTQError(f"{what}: expected shape {list(shape)}, got {got.dtype} {list(got.shape)}{extremes}")
 
 
-def check_exportable(
-    source: Path, excluded: Sequence[str], linears: tuple[str, ...] = ()
-) -> tuple[Checkpoint, Decoder]:
-    """Open `source` and refuse what could not be exported. Reads headers only, so a run can begin with it.
-
-    `excluded` are the patterns and prefixes of towers, head and other models; `linears` are a class's own, as `find_decoder`
-    takes them.
-    """
-    checkpoint = open_source(source)
-    decoder = find_decoder(checkpoint.tensors, excluded, linears)
-    storage_dtype(checkpoint, decoder)
-    _check_matrices(checkpoint, decoder, excluded)
-    _check_shapes(checkpoint, decoder)
-    return checkpoint, decoder
-
-
-def check_groups(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> None:
-    """Refuse groups that do not divide the input columns of every linear, and mixed schemes that do not fit the model."""
-    check_mix(scheme, decoder.linears)
-    for name in decoder.linears:
-        size, columns = scheme.of(name).group_size, checkpoint.tensors[f"{decoder.prefix}{name}.weight"].shape[1]
-        if columns % (size or columns):
-            raise OnPTQError(f"{scheme}: {name} has {columns} input columns, which groups of {size} do not divide")
-
-
-def check_cached(checkpoint: Checkpoint, scheme: Scheme, other_models: Sequence[str]) -> None:
-    """Refuse a quantized KV cache beside other models: readers of the whole would quantize their caches, too."""
-    others = [name for name in other_models if any(key.startswith(name) for key in checkpoint.tensors)]
-    if scheme.quantizes_cache and others:
-        raise OnPTQError(
-            f"{scheme}: {checkpoint.folder} holds other models ({', '.join(others)}), for whose KV caches readers would miss "
-            "scales; expected a checkpoint of the language model and its towers alone"
-        )
-
-
-def _check_matrices(checkpoint: Checkpoint, decoder: Decoder, excluded: Sequence[str]) -> None:
-    """Readers quantize every Linear that is not ignored, so a decoder layer may hold no others than those to quantize."""
-    linears = {f"{decoder.prefix}{name}.weight" for name in decoder.linears}
-    for key, tensor in checkpoint.tensors.items():
-        of_layer = key.startswith(f"{decoder.prefix}layers.") and len(tensor.shape) > 1
-        depthwise = len(tensor.shape) == 3 and tensor.shape[1] == 1  # a convolution of every channel by itself
-        if of_layer and not depthwise and key not in linears and not any(matches(key, pattern) for pattern in excluded):
-            raise OnPTQError(
-                f"{key} {list(tensor.shape)} is in a decoder layer and none of its linears to quantize: unsupported"
-            )
-
-
-def _check_shapes(checkpoint: Checkpoint, decoder: Decoder) -> None:
-    wrong = disagreements(checkpoint.config, checkpoint.tensors, decoder)
-    if wrong:
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise OnPTQError(f"{checkpoint.folder}: config.json and tensors disagree: {wrong[0]}{more}")
-
-
-def _check_complete(decoder: Decoder, replaced: set[str]) -> None:
-    missing = [name for name in decoder.linears if f"{decoder.prefix}{name}.weight" not in replaced]
-    if missing:
-        raise OnPTQError(
-            f"{len(missing)} of {len(decoder.linears)} decoder linears were not folded: {', '.join(missing[:7])}"
-        )
-
-
-def check_apart(source: Path, out: Path) -> None:
-    if out.resolve().is_relative_to(source.resolve()):
-        raise OnPTQError(f"the output folder {out} lies in the model folder {source}: choose another --out, outside it")
-
-
-def _ignore_patterns(
-    checkpoint: Checkpoint, decoder: Decoder, ignore: Sequence[str], other_models: Sequence[str]
-) -> list[str]:
-    """Regexes that match names on disk and names at run time alike, which exact names do not."""
-    others = {name: f"re:^{re.escape(name)}.*" for name in other_models}
-    absent = {regex for name, regex in others.items() if not any(key.startswith(name) for key in checkpoint.tensors)}
-    patterns = [pattern for pattern in dict.fromkeys((HEAD, *ignore, *others.values())) if pattern not in absent]
+def _ignore_patterns(source: Source) -> list[str]:
+    """Regexes that match names on disk and names at run time alike, which exact names do not; none for models that the
+    checkpoint lacks."""
+    family, decoder, tensors = source.family, source.decoder, source.whole.tensors
+    absent = {
+        pattern
+        for name, pattern in zip(family.other_models, family.other_patterns, strict=True)
+        if not any(key.startswith(name) for key in tensors)
+    }
+    patterns = [pattern for pattern in dict.fromkeys((HEAD, *family.ignore)) if pattern not in absent]
     for pattern in patterns:
         # A head tied to the embeddings is a module without a tensor of its own.
-        if pattern != HEAD and not any(matches(key, pattern) for key in checkpoint.tensors):
-            logger.warning("the ignore pattern %s matches no tensor of %s", pattern, checkpoint.folder)
+        if pattern != HEAD and not any(matches(key, pattern) for key in tensors):
+            logger.warning("the ignore pattern %s matches no tensor of %s", pattern, source.folder)
         caught = next((name for name in decoder.linears if matches(decoder.prefix + name, pattern)), None)
         if caught:
             raise OnPTQError(
@@ -350,30 +341,5 @@ def _output_names(checkpoint: Checkpoint, decoder: Decoder) -> list[str]:
     return [*checkpoint.tensors, *linears, *caches]
 
 
-def cached_layers(decoder: Decoder) -> set[str]:
-    """The attentions that have a KV cache, by name relative to the decoder."""
-    return {name.rpartition(".")[0] for name in decoder.linears if name.endswith(".o_proj")}
-
-
 def _cache_names(attention: str) -> tuple[str, str]:
     return f"{attention}.k_scale", f"{attention}.v_scale"
-
-
-def output_bytes(checkpoint: Checkpoint, decoder: Decoder, scheme: Scheme) -> int:
-    total = checkpoint.weight_bytes
-    if scheme.quantizes_cache:
-        total += 2 * len(cached_layers(decoder)) * DTYPES[storage_dtype(checkpoint, decoder)].itemsize
-    for name in decoder.linears:
-        one = scheme.of(name)
-        if not one.quantizes_weights:
-            continue
-        bits = one.weight_bits if "pack-quantized" in storage_format(one) else 8
-        scale_bytes = None if one.scales == "dtype" else 1
-        tensor_scales = 4 * ((one.scales == "E4M3") + one.scales_inputs)
-        weight = checkpoint.tensors[f"{decoder.prefix}{name}.weight"]
-        outputs, inputs = weight.shape
-        itemsize = BITS[weight.dtype] // 8
-        groups = math.prod(one.scale_shape(outputs, inputs))
-        total += math.ceil(weight.numel * bits / 8) - weight.numel * itemsize + tensor_scales
-        total += groups * ((scale_bytes or itemsize) + (not one.symmetric))
-    return total

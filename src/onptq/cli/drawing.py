@@ -55,9 +55,11 @@ def calibration_prompts(
     kind = embedded_kind(manifest)
     if manifest is not None and kind is None:
         from onptq.data.calibration import split as divide
+        from onptq.data.expand import added
 
         loaded = _once(_load(manifest, reporter, usable), manifest, reporter)
-        return divide(loaded, prompts=data.prompts, holdout=data.holdout, share=data.holdout_share, seed=seed)
+        chosen, held = divide(loaded, prompts=data.prompts, holdout=data.holdout, share=data.holdout_share, seed=seed)
+        return chosen + (added(chosen, held, data.prompts, seed) if data.expand else []), held
     if manifest is None and not cataloged:
         raise OnPTQError("candidates that are built here need --calibration PROMPTS, a .jsonl or .parquet manifest")
     from onptq.zoo.materials import draw_calibration

@@ -46,7 +46,11 @@ def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str
             if isinstance(rounded.get(key), int | float):
                 notes.append(f"plain rounding: {form.format(rounded[key])}")
             yield f"held-out {name}", " -> ".join(values) + (f" ({'; '.join(notes)})" if notes else "")
-    same = (("KL", "kl", "{:+.5f}"), ("changed decisions", "mismatch", "{:+.2f}%"))
+    same = (
+        ("sqrt(KL / 2)", "tv_bound", "{:+.5f}"),
+        ("KL", "kl", "{:+.5f}"),
+        ("changed decisions", "mismatch", "{:+.2f}%"),
+    )
     changes = [name + change for name, key, form in same if (change := _same_states(choice, key, form))]
     if changes:
         yield "on the same states", "; ".join(changes)

@@ -134,18 +134,8 @@ class ServedPolicy:
             raise OnPTQError(f"{ENGINE}: {error}{ended}. The end of {log}:\n{tail(log)}") from error
 
     def _export(self, inputs: Inputs, folder: Path) -> None:
-        family, policy = self.source.family, inputs.policy
         folder.parent.mkdir(parents=True, exist_ok=True)
-        write_checkpoint(
-            self.source.folder,
-            folder,
-            policy.folded(),
-            policy.scheme,
-            ignore=family.ignore,
-            other_models=family.other_models,
-            linears=family.linears,
-            name=self.source.name,
-        )
+        write_checkpoint(self.source, folder, inputs.policy.folded(), inputs.policy.scheme)
 
     def _media(self) -> dict[str, int]:
         """The most media of each kind that a prompt has. Videos are in none."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from onptq.data.expand import added
 from onptq.data.manifest import SHOWN_ERRORS, load_manifest, repeated, without_repeats
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
@@ -31,6 +32,8 @@ class Sizes(Protocol):
     def holdout(self) -> int: ...
     @property
     def holdout_share(self) -> float: ...
+    @property
+    def expand(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Prompts:
     duplicates: int = field(default=0, compare=False)  # prompts left out, as they are there already
     overlapping: int = field(default=0, compare=False)  # held-out prompts left out, as they calibrate
     from_file: bool = field(default=False, compare=False)  # a manifest's, to which its user can add some
+    added: int = field(default=0, compare=False)  # calibration prompts that no manifest has: questions about its images
 
     @property
     def every(self) -> list[Prompt]:
@@ -51,6 +55,8 @@ class Prompts:
         """One line: how many calibrate, how many are held out, of how many, with which media."""
         shown = describe_kinds(self.every)
         counts = f"{len(self.calibration)} prompts calibrate and {len(self.holdout)} are held out, of {self.given}"
+        if self.added:
+            counts += f", and of {self.added} further questions about images of these"
         return f"{counts} ({shown})" if shown else counts
 
     def warnings(self, calibrated: bool = True) -> list[str]:
@@ -127,8 +133,11 @@ def gather_prompts(
     duplicates = len(candidates) - len(unique)
     if holdout is None:
         chosen, held = split(unique, prompts=sizes.prompts, holdout=sizes.holdout, share=sizes.holdout_share, seed=seed)
-        parts = in_order(chosen), in_order(held)
-        return Prompts(*parts, len(candidates), tuple(bad or ()), duplicates, from_file=from_file)
+        chosen, held, more = *map(in_order, (chosen, held)), _added(chosen, held, sizes, seed)
+        given = len(candidates)
+        return Prompts(
+            [*chosen, *more], held, given, tuple(bad or ()), duplicates, from_file=from_file, added=len(more)
+        )
     others = read(holdout, len(candidates))
     held = others if seed is None else without_repeats(others)
     duplicates += len(others) - len(held)
@@ -138,7 +147,12 @@ def gather_prompts(
     if held and not kept:
         raise OnPTQError(f"all {len(held)} held-out prompts are calibration prompts too; expected others")
     given = len(candidates) + len(others)
-    return Prompts(chosen, kept, given, tuple(bad or ()), duplicates, len(both), from_file)
+    more = _added(chosen, kept, sizes, seed)
+    return Prompts([*chosen, *more], kept, given, tuple(bad or ()), duplicates, len(both), from_file, len(more))
+
+
+def _added(chosen: Sequence[Prompt], held: Sequence[Prompt], sizes: Sizes, seed: int | None) -> list[Prompt]:
+    return added(chosen, held, sizes.prompts, seed or 0) if sizes.expand else []
 
 
 def _keep_usable(prompts: Sequence[Prompt], usable: Callable[[Prompt], object], bad: list[str]) -> list[Prompt]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from onptq.data.collected import Collected, collect
-from onptq.data.manifest import load_manifest
+from onptq.data.manifest import load_manifest, repeated
 from onptq.data.prompts import Media, Prompt
 from onptq.data.questions import QUESTIONS, asked
 from onptq.errors import OnPTQError
@@ -38,6 +38,17 @@ def expand(prompts: Sequence[Prompt], wanted: int, seed: int, questions: Sequenc
             ids.add(name)
             expanded.append(image_prompt(ordinal, name, image, question))
     return expanded
+
+
+def added(calibration: Sequence[Prompt], holdout: Sequence[Prompt], wanted: int, seed: int) -> list[Prompt]:
+    """Questions about the images of `calibration`, as many as it lacks of `wanted` or fewer; none that is held out. Their
+    ordinals follow all others."""
+    lacking = max(0, wanted - len(calibration))
+    more = expand(calibration, wanted + len(holdout), seed)[len(calibration) :] if lacking else []
+    held = {prompt.ordinal for prompt in repeated(more, holdout)}
+    first = 1 + max((prompt.ordinal for prompt in (*calibration, *holdout)), default=-1)
+    kept = [prompt for prompt in more if prompt.ordinal not in held][:lacking]
+    return [replace(prompt, ordinal=first + place) for place, prompt in enumerate(kept)]
 
 
 def expanded(manifest: Path, wanted: int, seed: int = 0, questions: Sequence[str] = QUESTIONS) -> Collected:

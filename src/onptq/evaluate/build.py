@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from onptq import methods
-from onptq.checkpoint.source import Source
-from onptq.checkpoint.write import check_exportable, output_bytes
+from onptq.checkpoint.exportable import output_bytes
 from onptq.cycle.rounds import Cycle
 from onptq.data.manifest import manifest_digest
 from onptq.evaluate.candidates import MethodCandidate, RunCandidate, folder_name
@@ -66,7 +65,7 @@ def build(candidates: Sequence[MethodCandidate | RunCandidate], session: Session
             theta, cost = _by_base_method(one.name, one.recipe, session)
         with run.writing(*path_of(one.name, THETA)) as path:
             theta.save(path)
-        size = checkpoint_bytes(session.source, one.scheme)
+        size = output_bytes(session.source, one.scheme)
         run.write_json(cost.to_dict() | {"checkpoint_bytes": size}, *path_of(one.name, COST))
 
 
@@ -157,14 +156,6 @@ def copy_missing(source: Run, target: Run, names: Sequence[str]) -> None:
         if source.has(name) and not target.has(name):
             with target.writing(name) as path:
                 shutil.copyfile(source.file(name), path)
-
-
-def checkpoint_bytes(source: Source, scheme: Scheme) -> int:
-    """The size of the weights that an export in this scheme would write."""
-    checkpoint, decoder = check_exportable(
-        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
-    )
-    return output_bytes(checkpoint, decoder, scheme)
 
 
 def folder_bytes(files: Sequence[Path]) -> int:

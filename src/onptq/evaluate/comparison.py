@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from onptq.checkpoint.exportable import check_exportable, check_groups
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, open_checkpoint
-from onptq.checkpoint.write import check_exportable, check_groups
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
@@ -129,14 +129,12 @@ def _check_schemes(candidates: Sequence[Candidate], source: Source) -> None:
     """Refuse schemes and methods that do not fit the model, before it is loaded."""
     schemes = {one.scheme for one in candidates if not isinstance(one, CheckpointCandidate)}
     if schemes:
-        family = source.family
-        excluded = (*family.ignore, *family.other_models)
-        checkpoint, decoder = check_exportable(source.folder, excluded, family.linears)
+        check_exportable(source)
         for scheme in schemes:
-            check_groups(checkpoint, decoder, scheme)
+            check_groups(source, scheme)
         for one in candidates:
             if isinstance(one, MethodCandidate):
-                check_method(one.recipe.init, family)
+                check_method(one.recipe.init, source.family)
 
 
 def _bank_candidates(candidates: Sequence[Candidate], recipe: Recipe) -> dict[str, MethodCandidate]:

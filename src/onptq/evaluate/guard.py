@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from onptq.bank import States, Trajectory
 from onptq.cycle.calibrate import Holdout
 from onptq.cycle.rounds import Cycle
 from onptq.evaluate.damage import loop_measures
-from onptq.evaluate.metrics import PROMPTS, behaviour_measures
+from onptq.evaluate.metrics import PROMPTS, behaviour_measures, places, sums
 from onptq.evaluate.statistics import Interval, Measure, Part, Resampler
 from onptq.files import read_json, to_json
 from onptq.quantizer.theta import Theta
@@ -22,7 +23,8 @@ from onptq.run import CALIBRATED, CHOICE, INIT_KEPT, Codec
 
 CALIBRATED_ELSEWHERE, INIT_ELSEWHERE = "final/holdout_of_init.parquet", "final/init_holdout.parquet"
 SIDES = ("init", "calibrated")
-HELPED = "KL on the same states fell beyond chance"
+TV_BOUND = "same_states_tv_bound"
+HELPED = "sqrt(KL / 2) on the same states fell beyond chance"
 
 
 @dataclass(frozen=True)
@@ -81,20 +83,26 @@ def looks(recipe: Recipe) -> int:
 
 
 def choose(by_init: Visited, by_calibrated: Visited, resampler: Resampler, looks: int = 1) -> Choice:
-    """The calibrated theta where KL on the same states fell beyond chance, and nothing else speaks against it; else the init.
+    """The calibrated theta where sqrt(KL / 2) on the same states fell beyond chance, the KL fell with it, and nothing else
+    speaks against it; else the init.
 
-    The same states are those that either theta visits, both visits with equal weight. The prompts have chosen the best of
-    `looks` iterates, so the interval of this KL holds for all of them at once (Bonferroni). Worse beyond chance must be neither
-    the mismatch there nor what each theta does on its own responses: KL, mismatch, loops, responses that are cut off. One
-    prompt gives no interval: there the KL itself must have fallen."""
+    The same states are those that either theta visits, both visits with equal weight. The root is Pinsker's bound of the total
+    variation; unlike the KL itself it is not decided by the few largest states. The prompts have chosen the best of `looks`
+    iterates, so its interval holds for all of them at once (Bonferroni). Worse beyond chance must be neither the
+    mismatch there nor what each theta does on its own responses: KL, mismatch, loops, responses that are cut off. One prompt
+    gives no interval: there both must have fallen."""
     prompts = [trajectory.prompt for trajectory in by_calibrated.trajectories]
     visits = (by_init, by_calibrated)
-    before, after = ([behaviour_measures(getattr(one, side), prompts) for one in visits] for side in SIDES)
-    confidence = resampler.confidence
-    levels = {"kl": 1 - (1 - confidence) / looks, "mismatch": confidence}
-    pairs = {name: [(was[name], now[name]) for was, now in zip(before, after, strict=True)] for name in levels}
-    differences = {f"same_states_{name}": same_states(pairs[name], level) for name, level in levels.items()}
-    differences |= {name: resampler.difference(before[0][name], after[1][name]) for name in levels}
+    before, after = ([_measures(getattr(one, side), prompts) for one in visits] for side in SIDES)
+    strict = 1 - (1 - resampler.confidence) / looks
+    differences = {
+        f"same_states_{name}": same_states(
+            [(was[name], now[name]) for was, now in zip(before, after, strict=True)],
+            strict if name == "tv_bound" else resampler.confidence,
+        )
+        for name in ("tv_bound", "kl", "mismatch")
+    }
+    differences |= {name: resampler.difference(before[0][name], after[1][name]) for name in ("kl", "mismatch")}
     was, now = (_response_measures(one.trajectories, prompts) for one in visits)
     differences |= {name: resampler.difference(was[name], now[name]) for name in was}
     why = _against(differences)
@@ -125,10 +133,12 @@ def same_states(visits: Sequence[tuple[Measure, Measure]], confidence: float) ->
 
 def _against(differences: Mapping[str, Interval]) -> str:
     """The first reason against calibration, in words; empty without one."""
-    kl = differences["same_states_kl"]
-    highest = kl.value if kl.high is None else kl.high
+    bound, kl = differences[TV_BOUND], differences["same_states_kl"]
+    highest = bound.value if bound.high is None else bound.high
     if highest is None or highest >= 0:
-        return "KL on the same states did not fall beyond chance"
+        return "sqrt(KL / 2) on the same states did not fall beyond chance"
+    if kl.value is None or kl.value >= 0:
+        return "KL on the same states did not fall"
     worse = {
         "same_states_mismatch": "mismatch on the same states rose beyond chance",
         "kl": "KL on its own responses rose beyond chance",
@@ -141,6 +151,14 @@ def _against(differences: Mapping[str, Interval]) -> str:
         if low is not None and low > 0:
             return why
     return ""
+
+
+def _measures(states: States, prompts: Sequence[int]) -> dict[str, Measure]:
+    """Measures of states that are compared."""
+    bound = np.sqrt(states.kl.astype(np.float64) / 2)
+    total = partial(sums, places(states.prompt, prompts), len(prompts))
+    part = Part(PROMPTS, total(bound), total(np.ones(len(bound))))
+    return behaviour_measures(states, prompts) | {"tv_bound": Measure((part,))}
 
 
 def _response_measures(trajectories: Sequence[Trajectory], prompts: Sequence[int]) -> dict[str, Measure]:

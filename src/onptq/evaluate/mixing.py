@@ -9,9 +9,9 @@ from typing import Any
 
 from onptq import methods
 from onptq.bank import States
+from onptq.checkpoint.exportable import check_exportable, check_groups
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import Source, choose_device, choose_dtype
-from onptq.checkpoint.write import check_exportable, check_groups
 from onptq.cycle.allocate import Allocation, allocate
 from onptq.cycle.compare import compare
 from onptq.cycle.follow import follow
@@ -65,12 +65,10 @@ def mix_under_budget(
 
     Raises where no group saves KL, and where held-out prompts show the mix to be worse than the recipe's scheme. Another
     budget in the same folder measures no mix twice."""
-    checkpoint, decoder = check_exportable(
-        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
-    )
+    check_exportable(source)
     lower = Scheme.parse(recipe.scheme)
     for scheme in (lower, higher):
-        check_groups(checkpoint, decoder, scheme)
+        check_groups(source, scheme)
     prompts = gather_prompts(
         calibration, holdout, recipe.data, source.family.modalities, seed=recipe.seed, note=reporter.note
     )

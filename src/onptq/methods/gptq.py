@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onptq.bank import Trajectory
 from onptq.methods.experts import inputs_of, is_cold, read_by
+from onptq.methods.guards import require_finite_error
 from onptq.methods.layerwise import Stream, answered_sequences, open_streams
 from onptq.methods.linears import dense_weight, tensor_scale
 from onptq.methods.resume import BlockStore, fitted_blocks
@@ -101,6 +102,8 @@ def _hessians(policy: Policy, streams: Sequence[Stream], block: Block, pairs: Se
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             total[key] = x.T @ x if key not in total else total[key].addmm_(x.T, x)
             tokens[key] = tokens.get(key, 0) + len(x)
+    for key, hessian in total.items():
+        require_finite_error(hessian, f"layers.{block.index}.{key} (its Hessian)")
     return {key: hessian for key, hessian in total.items() if not is_cold(key, tokens[key])}
 
 

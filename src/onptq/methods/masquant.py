@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from onptq.methods.guards import require_finite_error
 from onptq.methods.layerwise import Stream, observing
 from onptq.methods.linears import by_query_head, quantized_linears, replaced
 from onptq.methods.resume import BlockStore, keep, restore
@@ -75,12 +76,13 @@ def _train(
 ) -> None:
     """Train the scales of one block, by pair, and put their logarithms into theta, in place."""
     optimizer = torch.optim.AdamW([scale.requires_grad_() for scale in scales.values()], lr=RATE, weight_decay=0.0)
-    for _ in range(epochs):
-        for stream, target in zip(quantized, targets, strict=True):
+    for epoch in range(epochs):
+        for step, (stream, target) in enumerate(zip(quantized, targets, strict=True), epoch * len(quantized)):
             with torch.enable_grad():
                 theta.smoothing.update({pair_key(block, pair): scale.log() for pair, scale in scales.items()})
                 with replaced(block, quantized_linears(policy, theta, block, block.pairs)):
                     loss = balanced_error(stream.run(block), target, modality_of(stream))
+            require_finite_error(float(loss), f"layers.{block.index} at prompt {stream.sequences[0].ordinal}", step)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()

@@ -23,6 +23,7 @@ from onptq.bank import Trajectory
 from onptq.engine.prefixes import whole_prompts
 from onptq.errors import OnPTQError
 from onptq.methods.experts import BESIDE, inputs_of, is_cold
+from onptq.methods.guards import not_finite, require_finite_error
 from onptq.methods.layerwise import INSTRUCTION, Answered, Stream, answer_prompts, open_streams
 from onptq.methods.linears import by_query_head, quantized_linears, replaced
 from onptq.methods.resume import BlockStore, fitted_blocks
@@ -99,6 +100,8 @@ def output_gradients(policy: Policy, one: Answered) -> dict[str, list[Tensor]]:
         for one_hook in hooks:
             one_hook.remove()
     wide = [gradient[0].float() for gradient in gradients]
+    if not torch.stack([gradient.isfinite().all() for gradient in wide]).all():
+        raise not_finite("gradients of the response's cross-entropy", [one.sequence])
     return {"o_proj": wide[: policy.blocks], "down_proj": wide[policy.blocks :]}
 
 
@@ -184,6 +187,7 @@ def best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, cases:
         if error < least:
             best, least = u, error
     theta.smoothing[key] = before
+    require_finite_error(least, key)
     return best
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from onptq.methods.guards import require_finite_theta
 from onptq.methods.layerwise import Stream
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
@@ -32,8 +33,11 @@ class BlockStore(Protocol):
 class RunStore:
     """The finished blocks of a run's base method, as files `init/BLOCK.safetensors`."""
 
-    def __init__(self, run: Run, device: torch.device, folder: str = FOLDER) -> None:
-        self._run, self._device, self._folder = run, device, folder
+    def __init__(
+        self, run: Run, device: torch.device, folder: str = FOLDER, *, codes: torch.device | None = None
+    ) -> None:
+        """`codes` is the device of settled codes, if it is another one."""
+        self._run, self._device, self._folder, self._codes = run, device, folder, codes
 
     @property
     def folder(self) -> Path:
@@ -46,14 +50,16 @@ class RunStore:
 
     def read(self, block: int) -> Theta | None:
         name = self._name(block)
-        return self._run.read(name, lambda path: Theta.load(path, self._device)) if self._run.has(name) else None
+        if not self._run.has(name):
+            return None
+        return self._run.read(name, lambda path: Theta.load(path, self._device, self._codes))
 
     def write(self, block: int, part: Theta) -> None:
         with self._run.writing(self._name(block)) as path:
             part.save(path)
 
     def within(self, stage: str) -> RunStore:
-        return RunStore(self._run, self._device, f"{self._folder}/{stage}")
+        return RunStore(self._run, self._device, f"{self._folder}/{stage}", codes=self._codes)
 
     def _name(self, block: int) -> str:
         return f"{self._folder}/{block}.safetensors"
@@ -86,9 +92,11 @@ def restore_all(store: BlockStore | None, theta: Theta, blocks: Sequence[Block])
 
 
 def keep(store: BlockStore | None, theta: Theta, block: Block) -> None:
-    """Store the part of a block that has just been fitted."""
+    """Store the part of a block that has just been fitted, which is finite."""
+    part = block_part(theta, block)
+    require_finite_theta(part)
     if store is not None:
-        store.write(block.index, block_part(theta, block))
+        store.write(block.index, part)
 
 
 def fitted_blocks(

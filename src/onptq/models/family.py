@@ -63,9 +63,13 @@ class Family:
     @property
     def ignore(self) -> tuple[str, ...]:
         """compressed-tensors `ignore` patterns. Regexes, because exact names differ between disk and run time."""
-        others = tuple(f"^{re.escape(prefix)}.*" for prefix in self.other_models)
         beside = tuple(rf".*layers\.\d+\.{re.escape(name)}(?:\..*)?$" for name in self.followers)
-        return tuple(f"re:{pattern}" for pattern in (r".*lm_head", *self.towers, *beside, *others))
+        return (*(f"re:{pattern}" for pattern in (r".*lm_head", *self.towers, *beside)), *self.other_patterns)
+
+    @property
+    def other_patterns(self) -> tuple[str, ...]:
+        """The `ignore` pattern of each of the other models."""
+        return tuple(f"re:^{re.escape(prefix)}.*" for prefix in self.other_models)
 
 
 def thinker_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

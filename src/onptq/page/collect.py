@@ -63,7 +63,8 @@ NOTES = (
     f"{NEAR_TIE} logits; below, it is a near tie. A short answer of other words, or one graded otherwise, says something else. "
     "Brackets are 95% intervals.",
     "Risk: the erosion of a decision's margin, amplified by its consequence where that was measured, plus the divergence of both "
-    "models. Consequence: how far the dense model sees the next 16 tokens apart behind the two tokens; it continues both itself.",
+    "models. Consequence: how far the dense model sees the next 16 tokens apart behind the two tokens, which count as one more; "
+    "it continues both itself.",
 )
 
 

@@ -21,7 +21,8 @@ def receipt_of_servers(
 ) -> Mapping[str, Any]:
     """Addresses, what the servers call their models, the hash of the prompts, and of every candidate how far it is.
 
-    KL is that of the states up to the first fork, a lower bound; how often a server contradicts itself was not measured."""
+    KL is that of the states up to the first fork, a lower bound. Noise is the share of answers with another text where a prompt
+    was asked twice."""
     servers: list[dict[str, Any]] = [
         {"name": one.name, "url": one.url, "model": model} for one, model in zip(endpoints, models, strict=True)
     ]
@@ -41,4 +42,6 @@ def _figures(candidate: Candidate) -> dict[str, Any]:
     kl = np.array([value for one in states for value in one.kl])
     same = [a == b for one in states for a, b in zip(one.quantized, one.reference, strict=True)]
     found: dict[str, Any] = {"answers": len(responses), "changed": sum(one.change != "same" for one in responses)}
-    return found | ({**distances(kl), "top_1_agreement": float(np.mean(same)), "noise": None} if states else {})
+    again = candidate.figures["noise_responses"].value
+    found["noise"] = None if again is None else again / 100
+    return found | ({**distances(kl), "top_1_agreement": float(np.mean(same))} if states else {})

@@ -172,6 +172,7 @@ def _candidate(stage: Stage, files: RunFiles, prompts: Sequence[Asked], size: in
         served_by(recipe.scheme) if stage.name == "result" else (),
         responses=riskiest(responses, MOST) if is_round else responses,
         aside=is_round,
+        selects=is_round and recipe.selects,
     )
 
 

@@ -70,7 +70,9 @@ def stages_of(home: Path, recipe: Recipe) -> Iterable[Stage]:
     banks = [Visit.read(one / ROLLOUTS, one / BANK) for one in folders if (one / BANK).is_file()]
     for k, bank in enumerate(banks):
         whose = ", answered by the dense model" if recipe.follow.policy == "dense" else ""
-        how = f"The calibration prompts of round {k + 1}{whose}, with the states it selected."
+        learned = "states that it selected, by their weights" if recipe.selects else "every state alike"
+        learned = learned if recipe.calibrate.gamma else "prompt tokens alone"
+        how = f"The calibration prompts of round {k + 1}{whose}; its update learns from {learned}."
         details = home / DETAILS_OF_ROUND.format(k)
         kept = read_details(details) if details.is_file() else {}
         yield Stage(f"{ROUND}{k + 1}", how, bank, banks[k + 1 :], kept)

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from onptq.checkpoint.exportable import check_cached, check_exportable, check_groups, output_bytes
 from onptq.checkpoint.served import ADA, AMPERE, BLACKWELL, HOPPER, Served
 from onptq.checkpoint.served_by_sglang import SGLANG
 from onptq.checkpoint.served_by_vllm import VLLM
 from onptq.checkpoint.serving import serve_command, serving
 from onptq.checkpoint.source import Source, find_source
-from onptq.checkpoint.write import check_cached, check_exportable, check_groups, output_bytes
 from onptq.errors import OnPTQError, did_you_mean
 from onptq.plan.machine import GPUS
 from onptq.plan.parts import OTHER_MODELS, Parts, find_parts
@@ -168,18 +168,15 @@ class _Sizes:
     """The bytes of a checkpoint under each scheme, as far as a server loads it, and of its KV cache."""
 
     def __init__(self, source: Source, context: int) -> None:
-        family = source.family
-        self.other_models = family.other_models
-        self.checkpoint, self.decoder = check_exportable(
-            source.folder, (*family.ignore, *family.other_models), family.linears
-        )
+        check_exportable(source)
+        self.source = source
         parts: Parts = find_parts(source, Scheme.parse(CANDIDATES[0]))
         self.unloaded = sum(part.bytes for part in parts.parts if part.name == OTHER_MODELS)
         shapes = parts.shapes
         self.cache_bytes = context * shapes.layers * 2 * shapes.kv * UNQUANTIZED_BITS // 8
 
     def weights(self, scheme: Scheme) -> int:
-        return output_bytes(self.checkpoint, self.decoder, scheme) - self.unloaded
+        return output_bytes(self.source, scheme) - self.unloaded
 
     def cache(self, scheme: Scheme) -> int:
         return self.cache_bytes // 2 if scheme.quantizes_cache else self.cache_bytes
@@ -187,8 +184,8 @@ class _Sizes:
     def refusal(self, scheme: Scheme) -> str | None:
         """Why the model cannot be written in a scheme; None where it can."""
         try:
-            check_groups(self.checkpoint, self.decoder, scheme)
-            check_cached(self.checkpoint, scheme, self.other_models)
+            check_groups(self.source, scheme)
+            check_cached(self.source, scheme)
         except OnPTQError as error:
             return str(error)
         return None

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from onptq.checkpoint.companions import companion_bytes
+from onptq.checkpoint.exportable import output_bytes
 from onptq.checkpoint.folder import Checkpoint, StoredTensor
-from onptq.checkpoint.names import Decoder, find_decoder, matches
+from onptq.checkpoint.names import Decoder, matches
 from onptq.checkpoint.source import Source
-from onptq.checkpoint.write import HEAD, output_bytes
+from onptq.checkpoint.write import HEAD
 from onptq.models.family import Family, text_config, thinker_config
 from onptq.schemes import Scheme
 
@@ -77,10 +78,9 @@ class Parts:
 
 def find_parts(source: Source, scheme: Scheme) -> Parts:
     """The parts of a checkpoint. Raises where it is damaged or has no decoder."""
-    family, checkpoint = source.family, source.checkpoint.require_whole()
-    decoder = find_decoder(checkpoint.tensors, (*family.ignore, *family.other_models), family.linears)
+    family, checkpoint, decoder = source.family, source.whole, source.decoder
     grouped = _by_part(checkpoint, decoder, family)
-    written = output_bytes(checkpoint, decoder, scheme)
+    written = output_bytes(source, scheme)
     saved = checkpoint.weight_bytes - written
     parts = tuple(
         Part(
@@ -186,9 +186,10 @@ class _Block:
 
 def _unmatched(checkpoint: Checkpoint, family: Family) -> Iterator[str]:
     """Ignore patterns without a tensor, but for the head, which may be tied, and other models, which may be absent."""
-    others = family.ignore[len(family.ignore) - len(family.other_models) :]
     for pattern in family.ignore:
-        if pattern not in (HEAD, *others) and not any(matches(key, pattern) for key in checkpoint.tensors):
+        if pattern not in (HEAD, *family.other_patterns) and not any(
+            matches(key, pattern) for key in checkpoint.tensors
+        ):
             yield pattern
 
 

@@ -15,10 +15,10 @@ import torch
 from onptq.check.probes import probe_prompt
 from onptq.checkpoint.catalogs import did_you_mean, is_cataloged
 from onptq.checkpoint.companions import check_room
+from onptq.checkpoint.exportable import check_apart, check_cached, check_exportable, check_groups
 from onptq.checkpoint.served import Served
 from onptq.checkpoint.serving import serving
 from onptq.checkpoint.source import Source, find_source
-from onptq.checkpoint.write import check_apart, check_cached, check_exportable, check_groups
 from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts
 from onptq.data.prompts import Prompt
 from onptq.engine.budget import Held
@@ -204,13 +204,10 @@ def _check(source: Source, parts: Parts, recipe: Recipe, out: Path | None) -> No
     scheme = Scheme.parse(recipe.scheme)
     if not scheme.quantizes_weights:
         raise OnPTQError(f"scheme {scheme} leaves the weights in 16 bits: there is nothing to write; expected W2 to W8")
-    checkpoint, decoder = check_exportable(
-        source.folder, (*source.family.ignore, *source.family.other_models), source.family.linears
-    )
-    check_groups(checkpoint, decoder, scheme)
-    check_cached(checkpoint, scheme, source.family.other_models)
+    check_exportable(source)
+    check_groups(source, scheme)
+    check_cached(source, scheme)
     check_method(recipe.init, source.family)
-    source.storage()
     if out is not None:
         check_apart(source.folder, out)
         check_apart(source.folder, run_home(out))
@@ -273,7 +270,7 @@ def _written(recipe: Recipe, parts: Parts, memory: Memory) -> int:
 
 def _rates(machine: Machine, shapes: Shapes, scheme: Scheme, keep: Held, settled: bool, layout: Layout) -> Rates:
     if machine.gpu is not None:
-        return datasheet_rates(machine.gpu, shapes, keep, layout, machine.gpus)
+        return datasheet_rates(machine.gpu, shapes, keep, layout, machine.gpus, settled)
     return probe_rates(shapes, scheme, keep, settled, torch.device(machine.device), machine.dtype)
 
 

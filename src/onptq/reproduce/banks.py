@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from onptq.evaluate.session import Session
 from onptq.evaluate.store import THETA, path_of, write_identities
 from onptq.quantizer.theta import Theta
 from onptq.recipe import Recipe
+from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.settings import FAR
 from onptq.schemes import Scheme
 
@@ -118,3 +120,24 @@ def visit(session: Session, name: str, speak: Callable[[], None], recipe: Recipe
     everywhere = score(near.with_columns(kind=np.full_like(near.kind, NEAR_MISS)), recipe.risk)
     states = near.with_columns(risk=everywhere.risk)
     return Bank(trajectories, states, far.consequence.astype(np.float64), far.horizon > 0)
+
+
+@dataclass(frozen=True)
+class OfInit:
+    """The bank of the init on held-out prompts, and the open session that made it; `speak` makes Q the init."""
+
+    session: Session
+    recipe: Recipe
+    name: str  # of the init
+    bank: Bank
+    speak: Callable[[], None]
+
+
+@contextmanager
+def bank_of_init(experiment: Experiment, scheme: str) -> Iterator[OfInit]:
+    """A context with the bank that the analyses of single states share."""
+    with experiment.session(f"states-{scheme}", scheme, experiment.bank_prompts()) as session:
+        recipe = experiment.recipe(scheme)
+        init = experiment.base(recipe.init, scheme)
+        speak = speaker(session, make_theta(session, init), scheme)
+        yield OfInit(session, recipe, init.name, visit(session, init.name, speak, recipe), speak)

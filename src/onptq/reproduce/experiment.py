@@ -79,10 +79,7 @@ class Experiment:
         return self._drawn("test", self.settings.scale.examples)
 
     def items(self) -> list[Item]:
-        """Items of the embedded tasks, but for those whose answers are too long for the scale."""
-        scale = self.settings.scale
-        drawn = draw_items(self.family, None, scale.items, "test", self.reporter)
-        return drawn if scale.longest is None else [one for one in drawn if one.max_tokens <= scale.longest]
+        return draw_items(self.family, None, self.settings.scale.items, "test", self.reporter)
 
     def _drawn(self, split: str, count: int) -> list[Prompt]:
         """Prompts of the manifests, or embedded ones; held-out and test prompts of one manifest follow each other."""

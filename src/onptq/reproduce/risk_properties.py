@@ -11,7 +11,7 @@ import numpy as np
 from onptq.bank import Column, States, Trajectory, read_trajectories
 from onptq.evaluate.statistics import Interval
 from onptq.evaluate.store import path_of
-from onptq.reproduce.banks import Bank, make_theta, speaker, visit
+from onptq.reproduce.banks import Bank, bank_of_init, make_theta
 from onptq.reproduce.common import differing_setup, percent
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.paper_rows import paper
@@ -102,11 +102,8 @@ def _selected(states: States, trajectories: Sequence[Trajectory]) -> list[tuple[
 
 def run(experiment: Experiment) -> Result:
     scheme = experiment.settings.scheme or SCHEME
-    with experiment.session(f"states-{scheme}", scheme, experiment.bank_prompts()) as session:
-        recipe = experiment.recipe(scheme)
-        init = experiment.base(recipe.init, scheme)
-        theta = make_theta(session, init)
-        bank = visit(session, init.name, speaker(session, theta, scheme), recipe)
+    with bank_of_init(experiment, scheme) as init:
+        session, bank = init.session, init.bank
         changes = {"rounds": 2, "select.per_prompt": PER_PROMPT}
         updates = []
         for one in experiment.cycles("onptq two states per prompt", scheme, changes):

@@ -19,7 +19,7 @@ from onptq.evaluate.statistics import Interval, Measure, Part, Resampler, Seeded
 from onptq.evaluate.store import THETA, path_of
 from onptq.recipe import RiskConfig
 from onptq.registry import SELECTION_RULES
-from onptq.reproduce.banks import Bank, make_theta, speaker, visit
+from onptq.reproduce.banks import Bank, bank_of_init, make_theta, speaker
 from onptq.reproduce.common import differing_setup
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.paper_rows import paper
@@ -124,12 +124,8 @@ def _change(resampler: Resampler, other: Single | Seeded, ours: Single | Seeded)
 
 def run(experiment: Experiment) -> Result:
     scheme = experiment.settings.scheme or SCHEME
-    prompts = experiment.bank_prompts()
-    with SELECTION_RULES.lending(POOLED), experiment.session(f"states-{scheme}", scheme, prompts) as session:
-        recipe = experiment.recipe(scheme)
-        init = experiment.base(recipe.init, scheme)
-        theta = make_theta(session, init)
-        bank = visit(session, init.name, speaker(session, theta, scheme), recipe)
+    with SELECTION_RULES.lending(POOLED), bank_of_init(experiment, scheme) as init:
+        session, recipe, bank = init.session, init.recipe, init.bank
         margins = {INIT: [_margins(session, bank, init.name, scheme)]}
         for rule in RULES:
             changes = {

@@ -28,7 +28,6 @@ class Scale:
     tokens: int  # of a response
     epochs: int
     init_prompts: int = 512  # of those that calibrate, at most so many make theta^(0)
-    longest: int | None = None  # tasks whose answers may have more tokens are left out
 
     def budget(self, of_paper: int) -> int:
         """The paper's number of critical states, in proportion to the prompts."""
@@ -36,7 +35,7 @@ class Scale:
 
 
 SCALES: Mapping[str, Scale] = {
-    "quick": Scale("quick", prompts=8, bank=8, examples=8, items=6, tokens=20, epochs=1, init_prompts=4, longest=40),
+    "quick": Scale("quick", prompts=8, bank=8, examples=8, items=6, tokens=20, epochs=1, init_prompts=4),
     "medium": Scale("medium", prompts=48, bank=24, examples=48, items=50, tokens=64, epochs=4),
     "full": Scale("full", prompts=128, bank=32, examples=120, items=100, tokens=64, epochs=4),
 }

@@ -10,7 +10,7 @@ import numpy as np
 
 from onptq.bank import Column
 from onptq.evaluate.statistics import Interval
-from onptq.reproduce.banks import Bank, make_theta, speaker, visit
+from onptq.reproduce.banks import Bank, bank_of_init
 from onptq.reproduce.common import differing_setup
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.paper_rows import paper
@@ -66,14 +66,11 @@ def signals(bank: Bank, hidden: Column, seed: int = 0) -> Signals:
 
 def run(experiment: Experiment) -> Result:
     scheme = experiment.settings.scheme or SCHEME
-    with experiment.session(f"states-{scheme}", scheme, experiment.bank_prompts()) as session:
-        recipe = experiment.recipe(scheme)
-        init = experiment.base(recipe.init, scheme)
-        speak = speaker(session, make_theta(session, init), scheme)
-        bank = visit(session, init.name, speak, recipe)
+    with bank_of_init(experiment, scheme) as init:
+        session, bank = init.session, init.bank
 
         def errors() -> dict[str, Column]:
-            speak()
+            init.speak()
             with session.reporter.phase("Hidden errors", total=len(session.prompts), unit="prompts") as bar:
                 error = hidden_errors(session.prefixes(), bank.trajectories, bank.states, bar.advance)
             return {"error": error}

@@ -10,7 +10,7 @@ import numpy as np
 
 from onptq.bank import Column
 from onptq.evaluate.statistics import Interval
-from onptq.reproduce.banks import Bank, make_theta, speaker, visit
+from onptq.reproduce.banks import Bank, bank_of_init
 from onptq.reproduce.experiment import Experiment
 from onptq.reproduce.probes import ACTIONS, COLUMNS, Actions, action_values, likely_actions
 from onptq.reproduce.record import Cell, Claim, Picture, Result, Table, Verdict, above, as_mark, shown
@@ -75,14 +75,11 @@ def theory(bank: Bank, actions: Actions, seed: int = 0) -> Theory:
 
 def run(experiment: Experiment) -> Result:
     scheme = experiment.settings.scheme or SCHEME
-    with experiment.session(f"states-{scheme}", scheme, experiment.bank_prompts()) as session:
-        recipe = experiment.recipe(scheme)
-        init = experiment.base(recipe.init, scheme)
-        speak = speaker(session, make_theta(session, init), scheme)
-        bank = visit(session, init.name, speak, recipe)
+    with bank_of_init(experiment, scheme) as init:
+        session, bank = init.session, init.bank
 
         def values() -> dict[str, Column]:
-            speak()
+            init.speak()
             prefixes, states = session.prefixes(), bank.states
             actions = likely_actions(prefixes, bank.trajectories, states)
             tokens = actions["tokens"].reshape(-1, ACTIONS)

@@ -77,7 +77,7 @@ def _read(rows: Mapping[int, tuple[Mapping[str, Any], Path, str]], media: Path |
     prompts, problems = [], []
     for index in range(COUNT):
         row, file, where = rows[index]
-        reader = readers.setdefault(file, Reader(file, None))
+        reader = readers.setdefault(file, Reader(file, None, roots=() if media is None else (media,)))
         try:
             prompts.append(replace(reader.read(_record(row, index, media or file.parent), index, where), extra={}))
         except OnPTQError as error:
