@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from onptq import methods
-from onptq.check.degenerate import ADVICE, asked, check_on_degenerate, degenerate, held_out
+from onptq.check.degenerate import ADVICE, check_on_degenerate, degenerate, of_held_out, of_questions
 from onptq.check.graph import Graph, answer_graph, reload_and_check
 from onptq.check.job import Job, Manifest, check_job, check_settings
 from onptq.check.trial import Answer, ask, questions
@@ -142,7 +142,7 @@ def work(job: Job, run: Run, reporter: LoggedReporter, options: Options) -> dict
     theta = keep_better(cycle, theta, partial(read_init, policy, run))
     figures = measure(cycle, theta)
     dense = run.ranks.first_alone(lambda: try_result(job, cycle, figures, processor, options))
-    for side in SIDES:  # nobody is asked until the checkpoint is reloaded
+    for side in SIDES:  # nothing is run until the checkpoint is reloaded
         cycle.inputs.forget(side)
     policy.drop_floats()
     summary = describe(job, policy, figures) | {"checkpoint": export(job, policy, run, reporter)}
@@ -261,7 +261,7 @@ def try_result(
         with policy.speaking(side):
             answers[side] = ask(policy.model, probes, processor.tokenizer, eos)
     responses = [] if figures.result is None else figures.result.trajectories
-    cases = [*asked(answers["D"], answers["Q"]), *held_out(figures.dense, responses, eos)]
+    cases = [*of_questions(answers["D"], answers["Q"]), *of_held_out(figures.dense, responses, eos)]
     if (broken := degenerate(cases)) is not None:
         if options.on_degenerate == "fail":
             raise OnPTQError(

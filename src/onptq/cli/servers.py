@@ -56,10 +56,10 @@ def compare_servers(
     Without `out` that is in a folder named after the dense model's address, with this ending."""
     from onptq.data.manifest import load_manifest
     from onptq.page.chat_server import ChatServer
-    from onptq.page.endpoint_receipt import receipt_of_servers
     from onptq.page.endpoints import endpoints_of, page_of_servers
     from onptq.page.make import deliver
     from onptq.page.places import PAGE
+    from onptq.page.receipt import receipt_of_servers
     from onptq.run import HOME
 
     if manifest is None or embedded_kind(manifest) is not None:

@@ -30,6 +30,12 @@ class Asked:
     ordinal: int = 0
     measure: str | None = None
 
+    @property
+    def kinds(self) -> list[str]:
+        """Which of text, image and audio it has."""
+        text = any(part["type"] == "text" for message in self.messages for part in message["content"])
+        return [kind for kind, there in (("text", text), ("image", self.images), ("audio", self.audios)) if there]
+
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> Asked:
         """With the task and the reference answer of its manifest, or with the task that its id begins with."""

@@ -174,14 +174,14 @@ def measures_of(report: Mapping[str, Any]) -> dict[str, Measure]:
 
 def ids_of(prompts: Iterable[Question], candidates: Iterable[Candidate]) -> list[int]:
     """Every token id that a page shows, in order."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for question in prompts:
-        found.update(question.dense.tokens or ())
+        ids.update(question.dense.tokens or ())
     for response in (one for candidate in candidates for one in candidate.responses if one is not None):
-        found.update(response.answer.tokens or ())
+        ids.update(response.answer.tokens or ())
         if response.states is not None:
-            found.update(_ids_of_states(response.states))
-    return sorted(found)
+            ids.update(_ids_of_states(response.states))
+    return sorted(ids)
 
 
 def _candidate(
@@ -273,18 +273,12 @@ def _prompt(asked: Asked, dense: Trajectory, files: Files) -> Question:
     """A prompt without its messages; the item of the same name says what the right answer is."""
     item = next((one for one in files.items if one.id == asked.id), None)
     reference = item.reference if item is not None and asked.reference is None else asked.reference
-    return Question(asked.id, asked.task, kinds_of(asked), (), spoken(dense, files.texts), reference)
+    return Question(asked.id, asked.task, asked.kinds, (), spoken(dense, files.texts), reference)
 
 
 def _item(asked: Asked, dense: Sequence[Graded]) -> Question:
     answer = _graded(_by_id(dense)[asked.id], asked.measure)
-    return Question(asked.id, asked.task, kinds_of(asked), (), answer, asked.reference)
-
-
-def kinds_of(asked: Asked) -> list[str]:
-    """Which of text, image and audio a question has."""
-    text = any(part["type"] == "text" for message in asked.messages for part in message["content"])
-    return [kind for kind, there in (("text", text), ("image", asked.images), ("audio", asked.audios)) if there]
+    return Question(asked.id, asked.task, asked.kinds, (), answer, asked.reference)
 
 
 def _graded(answer: Graded, measure: str | None) -> Answer:

@@ -202,7 +202,7 @@ def _candidate(
     if not in_words:
         measures["first_fork"] = Ratio((Part(PROMPTS, shared, ones),))
     figures = {name: resampler.estimate(measure) for name, measure in measures.items()}
-    found = Candidate(
+    candidate = Candidate(
         endpoint.name,
         endpoint.name,
         f"{one_line(server.model)}, as {endpoint.url} serves it.",
@@ -210,8 +210,8 @@ def _candidate(
         {name: Figure(one.value, one.low, one.high) for name, one in figures.items()},
         responses=responses,
     )
-    plot = None if in_words else first_forks(found)
-    return replace(found, plots=() if plot is None else (plot,))
+    plot = None if in_words else first_forks(candidate)
+    return replace(candidate, plots=() if plot is None else (plot,))
 
 
 def _verdict_in_words(responses: Sequence[Response]) -> str:
@@ -224,7 +224,4 @@ def _verdict_in_words(responses: Sequence[Response]) -> str:
 
 
 def _question(asked: Asked, dense: Answer, album: Album, badness: float) -> Question:
-    text = any(part["type"] == "text" for message in asked.messages for part in message["content"])
-    there = (("text", text), ("image", asked.images), ("audio", asked.audios))
-    kinds = [kind for kind, some in there if some]
-    return Question(asked.id, asked.task, kinds, album.turns(asked, badness), dense, asked.reference)
+    return Question(asked.id, asked.task, asked.kinds, album.turns(asked, badness), dense, asked.reference)

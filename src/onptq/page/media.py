@@ -54,10 +54,10 @@ class Album:
 
     def media(self) -> list[Media]:
         """All of them in their order; what the budget does not hold, or nobody can read, has a note instead."""
-        found: dict[int, Media] = {}
+        media: dict[int, Media] = {}
         for place in sorted(range(len(self._sources)), key=lambda place: (-self._ranks[place], place)):
-            found[place] = self._kept(*self._sources[place])
-        return [found[place] for place in range(len(found))]
+            media[place] = self._kept(*self._sources[place])
+        return [media[place] for place in range(len(media))]
 
     def _kept(self, kind: Modality, source: Source) -> Media:
         name = source.path.name if source.path is not None else f"{kind} {source.sha256[:8]}"

@@ -101,8 +101,8 @@ def asked_from(
 ) -> Asked:
     """The prompt of these tokens. `placeholders`: by the text of the token that stands for it, `image` or `audio`."""
     text = "".join(_pieces(ids, texts, placeholders))
-    found = next((turns for pattern in TURNS if (turns := pattern.findall(text))), [("prompt", text)])
-    messages = [{"role": role, "content": list(_parts(body))} for role, body in found if body]
+    turns_there = next((turns for pattern in TURNS if (turns := pattern.findall(text))), [("prompt", text)])
+    messages = [{"role": role, "content": list(_parts(body))} for role, body in turns_there if body]
     return Asked(identity, task_of(identity), messages, *media, ordinal=ordinal)
 
 

@@ -21,7 +21,7 @@ from onptq.evaluate.statistics import Resampler, Single
 from onptq.evaluate.store import TOKENS
 from onptq.evaluate.token_texts import TokenTexts
 from onptq.files import read_json
-from onptq.page.collect import NOTES, ids_of, kinds_of, measures_of
+from onptq.page.collect import NOTES, ids_of, measures_of
 from onptq.page.contract import Answer, Candidate, Figure, MessagePart, Page, Question, Response, Turn
 from onptq.page.costs import COSTS, costs_of_run
 from onptq.page.media import BUDGET, Album
@@ -81,7 +81,7 @@ class RunFiles:
     def question(self, one: Asked, turns: Sequence[Turn]) -> Question:
         """The prompt with the dense model's answer; that is empty where none was kept."""
         dense = spoken(self.dense[one.ordinal], self.texts) if one.ordinal in self.dense else Answer("")
-        return Question(one.id, one.task, kinds_of(one), turns, dense, one.reference)
+        return Question(one.id, one.task, one.kinds, turns, dense, one.reference)
 
 
 def collect_run(home: Path, checkpoint: Path) -> Page:

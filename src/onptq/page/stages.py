@@ -89,11 +89,11 @@ def _kinds_there(tokens: Sequence[int], other: Visit, prompt: int) -> list[Kind 
     if prompt not in other.trajectories or prompt not in other.rows:
         return [None] * len(tokens)
     theirs, there = other.trajectories[prompt].tokens, kinds(other.states.kind[other.rows[prompt]])
-    found: list[Kind | None] = []
+    column: list[Kind | None] = []
     for place in range(len(tokens)):
         same = place < len(there) and tokens[:place] == theirs[:place]
-        found.append(there[place] if same else None)
-    return found
+        column.append(there[place] if same else None)
+    return column
 
 
 def detailed(stage: Stage, home: Path) -> Stage:
