@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,14 +32,12 @@ pytestmark = pytest.mark.slow
 def manifest(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts with an image, so that whatever fork the notebook shows has one to draw."""
     model = tiny("qwen2.5-vl")
-    prompts = [json.loads(line) for line in model.manifest.read_text().splitlines()]
-    lines = [
-        json.dumps(prompt | {"images": [str(model.folder / image) for image in prompt["images"]]})
-        for prompt in prompts
-        if prompt.get("images")
-    ]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [line for line in model.manifest.read_text().splitlines() if json.loads(line).get("images")]
     path.write_text("\n".join(lines))
+    for image in {image for line in lines for image in json.loads(line)["images"]}:
+        (path.parent / image).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(model.folder / image, path.parent / image)
     return path
 
 

@@ -30,6 +30,7 @@ from onptq.check.probes import probe_prompt
 from onptq.cli import app
 from onptq.data.manifest import load_manifest
 from onptq.engine.budget import keep_of_q
+from onptq.errors import OnPTQError
 from onptq.models.processing import PromptProcessor
 from onptq.progress import Bar, QuietReporter
 from onptq.quantizer.integers import LowBitLinear
@@ -532,6 +533,30 @@ def test_a_finished_run_writes_a_damaged_checkpoint_again(
     (tmp_path / "README.md").write_text("a card of one's own")
     again = quantize()
     assert (again.warnings, again.phases) == ([], ["Hash the model"])
+
+
+def test_a_finished_run_is_not_shown_where_one_of_its_own_files_is_damaged(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    plain = Recipe.preset("risk", {"method": "rtn"})
+
+    def quantize() -> Listening:
+        reporter = Listening()
+        onptq.quantize(small, out, recipe=plain, verify=False, reporter=reporter)
+        return reporter
+
+    quantize()
+    theta = run_home(out) / "init.safetensors"
+    whole = {path: path.read_bytes() for path in (*out.iterdir(), theta)}
+    flipped = bytearray(whole[theta])
+    flipped[-1] ^= 1
+    theta.write_bytes(flipped)
+    with pytest.raises(OnPTQError, match=rf"{theta} has changed since it was written: delete {theta}, and the same"):
+        quantize()
+    theta.unlink()
+    [warning] = quantize().warnings
+    assert warning == f"the run is finished, but {theta} is missing: its step is computed again"
+    assert {path: path.read_bytes() for path in whole} == whole
+    assert quantize().phases == ["Hash the model"]
 
 
 @pytest.mark.slow

@@ -23,11 +23,14 @@ import torch
 from typer.testing import CliRunner
 
 from onptq.bank import States, read_trajectories
+from onptq.checkpoint.parts import own_layers
+from onptq.checkpoint.source import find_source
 from onptq.cli import app
 from onptq.errors import OnPTQError
 from onptq.files import read_json
 from onptq.quantizer.theta import Theta
 from onptq.ranks import ALONE, Ranks, own_gpu, pack, unpack
+from onptq.schemes import Scheme
 from onptq.zoo.random import write_random
 
 RECIPE: dict[str, Any] = {
@@ -68,10 +71,11 @@ class Server:
         fault: Fault | None = None,
         together: int | None = None,
         limit: float | None = None,
+        shard_bytes: int | None = None,
         **changes: Any,
     ) -> list[int]:
         """The exit codes of the processes. Tensors with `together` or more elements are summed by themselves. `limit` is for
-        how many seconds a process may give no sign of life."""
+        how many seconds a process may give no sign of life, `shard_bytes` the size of the checkpoint's files."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         job = {
@@ -79,6 +83,7 @@ class Server:
             "fault": fault,
             "together": together,
             "limit": limit,
+            "shard_bytes": shard_bytes,
             "port": free_port(),
             "out": str(out),
             "words": words(model, out, changes),
@@ -112,7 +117,7 @@ def serve() -> None:
     from PIL import Image
 
     from onptq import heartbeat, ranks
-    from onptq.cycle import rounds
+    from onptq.checkpoint import parts
 
     for module in (
         "onptq.pipeline",
@@ -138,8 +143,12 @@ def serve() -> None:
         ranks.TOGETHER = job["together"] or ranks.TOGETHER
         if job["limit"] is not None:
             heartbeat.INTERVAL, heartbeat.LIMIT = job["limit"] / 10, job["limit"]
+        if job["shard_bytes"] is not None:
+            parts.MAX_SHARD_BYTES = job["shard_bytes"]
         if job["fault"] is not None and job["fault"][0] == rank:
-            setattr(rounds, job["fault"][1], lambda *_, **__: suffer(job["fault"][2]))
+            module, _, name = job["fault"][1].rpartition(".")
+            module = module or "onptq.cycle.rounds"
+            setattr(import_module(module), name, lambda *_, **__: suffer(job["fault"][2]))
         app(job["words"])
 
     def suffer(what: int | str) -> None:
@@ -339,6 +348,37 @@ def test_a_model_whose_blocks_are_split_over_processes_computes_as_a_whole_one(
     assert ours["holdout"]["initial"] == theirs["holdout"]["initial"]
     assert ours["checkpoint"]["bytes"] == theirs["checkpoint"]["bytes"]
     assert "the decoder's blocks are" in printed(several, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["never", "always"])
+def test_processes_write_shards_of_their_own_with_the_bytes_of_one(
+    shard: str, server: Server, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"method": "search", "shard_bytes": 30_000, "compute__shard": shard}
+    one, three = (server.finish(model("qwen2.5-vl"), tmp_path / str(n), n, **changes) for n in (1, 3))
+    files = sorted(path.name for path in one.iterdir())
+    assert len(shards := [name for name in files if name.endswith(".safetensors")]) > 3, shards
+    assert sorted(path.name for path in three.iterdir()) == files
+    for name in files:
+        assert (three / name).read_bytes() == (one / name).read_bytes(), name
+    source, scheme = find_source(model("qwen2.5-vl")), Scheme.parse("W4A8")
+    layers = [own_layers(source, scheme, Ranks(rank, 2), limit=30_000) for rank in range(2)]
+    assert sorted(layers[0] + layers[1]) == [0, 1]
+    assert all(layers), "each folds what it writes"
+
+
+@pytest.mark.slow
+def test_a_disk_error_of_one_process_leaves_no_checkpoint(
+    server: Server, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    fault = Fault(1, "onptq.checkpoint.write._replacement", "the second cannot write")
+    changes: dict[str, Any] = {"method": "search", "shard_bytes": 30_000}
+    assert server(model("qwen2.5-vl"), tmp_path / "out", 2, fault=fault, **changes) == [2, 2]
+    assert "error: the second cannot write" in printed(tmp_path / "out", 1)
+    assert "Traceback" not in printed(tmp_path / "out", 0)
+    assert not list((tmp_path / "out").glob("*"))
+    server.finish(model("qwen2.5-vl"), tmp_path / "out", 2, **changes)
 
 
 @pytest.mark.slow

@@ -30,7 +30,9 @@ export function Answers({ page, one, states, at, scale, onToken }: Given) {
         {isKept(dense) ? (
           <Prose parts={parts?.dense ?? [visible(dense.text), "", ""]} />
         ) : (
-          <p class="prose none">Not kept. Up to the first fork both models say the same.</p>
+          <p class="prose none">
+            The run has no answer of the dense model here. Up to the first fork both say the same.
+          </p>
         )}
       </section>
       <section class="answer quantized" aria-label="Answer of the quantized model">

@@ -133,6 +133,7 @@ export interface Candidate {
   responses: (Response | null)[];
   plots: Plot[];
   aside: boolean;
+  selects: boolean;
 }
 
 export interface Page {

@@ -54,7 +54,17 @@ export function Detail({ page, candidate, one, token, onToken }: Given) {
       </header>
       <QuestionView key={one.key} page={page} question={one.question} />
       <Answers page={page} one={one} states={states} at={at} scale={scale} onToken={onToken} />
-      {states && <Inspector page={page} states={states} tokens={tokensOf(one)} at={at} onToken={onToken} />}
+      {states && (
+        <Inspector
+          page={page}
+          states={states}
+          tokens={tokensOf(one)}
+          at={at}
+          aside={candidate.aside}
+          selects={candidate.selects}
+          onToken={onToken}
+        />
+      )}
       {!candidate.aside && <Others key={`others ${one.key}`} page={page} candidate={candidate} one={one} />}
     </article>
   );

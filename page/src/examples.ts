@@ -46,11 +46,28 @@ export interface Filters {
   change: "" | Change;
   cell: "" | CellName;
   states: "" | "mismatch" | "near miss" | "critical";
+  risk: string; // the least, as a number
 }
 
-export const NO_FILTERS: Filters = { query: "", set: "all", task: "", holds: "", change: "", cell: "", states: "" };
+export const NO_FILTERS: Filters = {
+  query: "",
+  set: "all",
+  task: "",
+  holds: "",
+  change: "",
+  cell: "",
+  states: "",
+  risk: "",
+};
 
-export const SORTS = { worst: "worst first", risk: "highest risk", fork: "earliest fork", id: "as given" } as const;
+export const SORTS = {
+  worst: "worst first",
+  risk: "highest risk",
+  kind: "most mismatches",
+  fork: "earliest fork",
+  task: "by task",
+  id: "as given",
+} as const;
 export type Sort = keyof typeof SORTS;
 
 /** Every prompt that was answered, then every item; a prompt and an item of one id are one example. */
@@ -184,6 +201,7 @@ export function select(examples: Example[], filters: Filters, sort: Sort): Examp
       (filters.change === "" || one.change === filters.change) &&
       (filters.cell === "" || one.cell === filters.cell) &&
       (filters.states === "" || holds(one, filters.states)) &&
+      (filters.risk === "" || (one.risk ?? -1) >= Number(filters.risk)) &&
       words.every((word) => one.haystack.includes(word)),
   );
   const order = ORDERS[sort];
@@ -197,10 +215,13 @@ function holds(one: Example, states: Filters["states"]): boolean {
 }
 
 const byRisk = (a: Example, b: Example) => (b.risk ?? -1) - (a.risk ?? -1);
+const byWorst = (a: Example, b: Example) => b.worst - a.worst || byRisk(a, b);
 const ORDERS: Record<Sort, ((a: Example, b: Example) => number) | null> = {
-  worst: (a, b) => b.worst - a.worst || byRisk(a, b),
+  worst: byWorst,
   risk: byRisk,
+  kind: (a, b) => b.kinds[2] - a.kinds[2] || b.kinds[1] - a.kinds[1] || byRisk(a, b),
   fork: (a, b) => (a.fork ?? Infinity) - (b.fork ?? Infinity) || byRisk(a, b),
+  task: (a, b) => a.question.task.localeCompare(b.question.task) || byWorst(a, b),
   id: null,
 };
 

@@ -12,6 +12,7 @@ import {
   SORTS,
   type Sort,
 } from "./examples";
+import { number } from "./format";
 import { listenToKeys } from "./keys";
 import { visible } from "./text";
 
@@ -115,6 +116,13 @@ function setsOf(examples: Example[]): { set: Filters["set"]; words: string; coun
   ];
 }
 
+/** The risks that half, a quarter and a tenth of the examples with any reach. */
+function risksOf(examples: Example[]): Choice[] {
+  const risks = examples.flatMap((one) => (one.risk ? [one.risk] : [])).sort((a, b) => a - b);
+  const bounds = [0.5, 0.75, 0.9].map((share) => risks[Math.floor(share * risks.length)] ?? 0);
+  return [...new Set(bounds)].filter((one) => one > 0).map((one) => [String(one), `${number(one)} or more`]);
+}
+
 /** The filters that tell these examples apart. */
 function choicesOf(examples: Example[]): { field: keyof Filters; name: string; of: Choice[] }[] {
   const has = (test: (one: Example) => boolean) => examples.some(test);
@@ -145,5 +153,6 @@ function choicesOf(examples: Example[]): { field: keyof Filters; name: string; o
         : [],
     },
   ];
+  all.push({ field: "risk", name: "Risk", of: risksOf(examples) });
   return all.filter(({ field, of }) => of.length > 1 || (field === "states" && of.length > 0));
 }

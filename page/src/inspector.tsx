@@ -12,12 +12,14 @@ interface Given {
   states: States;
   tokens: number[] | null;
   at: number;
+  aside: boolean; // whether these are states of a round
+  selects: boolean; // whether its update learns from critical states
   onToken: (token: number) => void;
 }
 
 const KIND_CLASS = ["agree", "near-miss", "mismatch"] as const;
 
-export function Inspector({ page, states, tokens, at, onToken }: Given) {
+export function Inspector({ page, states, tokens, at, aside, selects, onToken }: Given) {
   const kind = states.kind[at] ?? 0;
   const top = states.top[at] ?? null;
   const futures = states.futures[at] ?? null;
@@ -31,7 +33,7 @@ export function Inspector({ page, states, tokens, at, onToken }: Given) {
           Token {at + 1} <span class="muted">of {states.kind.length}</span> <code>{name(tokens?.[at])}</code>
         </h4>
         <span class={`kind ${KIND_CLASS[kind]}`}>{KIND_WORDS[kind]}</span>
-        {states.critical[at] && <span class="kind is-critical">selected, weight {number(states.weight[at])}</span>}
+        {selects && <Selection critical={states.critical[at] ?? false} weight={states.weight[at]} />}
         <span class="steps">
           <button type="button" disabled={at === 0} onClick={() => onToken(at - 1)} aria-label="Previous token">
             ←
@@ -65,7 +67,13 @@ export function Inspector({ page, states, tokens, at, onToken }: Given) {
           <Bars top={top} name={name} />
         ) : (
           <p class="muted">
-            The ten likeliest tokens of this state were not kept. <code>--set report.detail=full</code> keeps them.
+            {aside ? (
+              "The ten likeliest tokens are there for the riskiest states of a round."
+            ) : (
+              <>
+                The ten likeliest tokens of this state are not there: run with <code>--set report.detail=full</code>.
+              </>
+            )}
           </p>
         )}
         <Numbers states={states} at={at} />
@@ -74,6 +82,11 @@ export function Inspector({ page, states, tokens, at, onToken }: Given) {
       {states.became && <Became later={states.became[at] ?? []} />}
     </section>
   );
+}
+
+function Selection({ critical, weight }: { critical: boolean; weight: number | undefined }) {
+  if (!critical) return <span class="kind">not selected</span>;
+  return <span class="kind is-critical">selected, weight {number(weight)}</span>;
 }
 
 function share(top: Top | null, whose: keyof Top, id: number | undefined): string {
@@ -134,14 +147,12 @@ function Share({ value, best, whose }: { value: number | undefined; best: boolea
 }
 
 function Numbers({ states, at }: { states: States; at: number }) {
-  const weighted = states.weight.some((weight) => weight > 0);
   const rows: [Term, string, number | null | undefined][] = [
     ["margin", "margin, dense", states.margin_dense[at]],
     ["margin", "margin, quantized", states.margin_quant[at]],
     ["erosion", "erosion", states.erosion[at]],
     ["consequence", "consequence", states.consequence[at]],
     ["risk", "risk", states.risk[at]],
-    ...(weighted ? [["weight", "weight", states.weight[at]] as [Term, string, number | undefined]] : []),
     ["JS", "JS", states.js[at]],
     ["KL", "KL", states.kl[at]],
   ];

@@ -36,28 +36,31 @@ export function PlotFigure({ plot, theme, chosen = "" }: Shown) {
   useEffect(() => {
     const element = place.current;
     if (!element) return;
-    const show = () => setSeen(true);
-    const watch = new IntersectionObserver((found) => found.some((one) => one.isIntersecting) && show(), {
+    const watch = new IntersectionObserver((found) => found.some((one) => one.isIntersecting) && setSeen(true), {
       rootMargin: "300px",
     });
     watch.observe(element);
-    addEventListener("beforeprint", show);
-    return () => {
-      watch.disconnect();
-      removeEventListener("beforeprint", show);
-    };
+    return () => watch.disconnect();
   }, []);
   useEffect(() => {
     const element = place.current;
-    if (!seen || !element) return;
-    let erase = () => {};
-    try {
-      erase = draw(element, plot.spec, chosen);
-      setFailed("");
-    } catch (error) {
-      setFailed(String(error));
-    }
-    return () => erase();
+    if (!element) return;
+    let erase: (() => void) | null = null;
+    const show = () => {
+      if (erase !== null) return;
+      try {
+        erase = draw(element, plot.spec, chosen);
+        setFailed("");
+      } catch (error) {
+        setFailed(String(error));
+      }
+    };
+    if (seen) show();
+    addEventListener("beforeprint", show); // what is drawn after this event is not printed
+    return () => {
+      removeEventListener("beforeprint", show);
+      erase?.();
+    };
   }, [seen, plot, dark, chosen]);
 
   return (

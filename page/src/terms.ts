@@ -10,9 +10,9 @@ export const TERMS = {
   margin: "How much higher the dense model's token scores than its strongest competitor, in logits.",
   erosion: "How much of the dense model's margin the quantized model has lost, in logits. Negative: it gained.",
   consequence:
-    "How far apart the dense model sees the two futures that begin with the one and with the other token. Small: they soon come together again.",
+    "How far apart the dense model sees the two futures that begin with the one and with the other token. Small: they soon come together again. In comparisons the two tokens themselves count as one step, wholly apart (0.693).",
   risk: "Erosion, raised by consequence, plus divergence. High where a decision is close to turning, and where turning it matters.",
-  critical: "One of the riskiest states. Calibration works on these.",
+  critical: "One of the riskiest states of a round. Recipes that weight states by risk learn from these alone.",
   weight: "How much this state counts in calibration; the weights of all critical states follow their risk.",
   JS: "How far the two models' next-token probabilities lie apart (Jensen-Shannon divergence, in nats; 0 is equal, 0.693 the most).",
   KL: "How much the quantized model's next-token probabilities lose of the dense model's (Kullback-Leibler divergence, in nats).",

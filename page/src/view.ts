@@ -11,7 +11,7 @@ export interface View {
   sort: Sort;
 }
 
-const FIELDS = ["query", "task", "holds", "change", "cell", "states"] as const;
+const FIELDS = ["query", "task", "holds", "change", "cell", "states", "risk"] as const;
 const ALLOWED: Partial<Record<(typeof FIELDS)[number], readonly string[]>> = {
   change: CHANGES,
   cell: CELLS,
@@ -29,6 +29,9 @@ export function readHash(hash: string, page: Page): View {
   for (const field of FIELDS) {
     const value = found.get(field) ?? "";
     if (value !== "" && (ALLOWED[field]?.includes(value) ?? true)) filters[field] = value;
+  }
+  if (!Number.isFinite(Number(filters.risk))) {
+    filters.risk = "";
   }
   const example = found.get("example");
   const set = SETS.find((one) => one === found.get("set"));

@@ -225,6 +225,8 @@ function candidate(next, { name, title, scheme, rate, at, light }, questions, it
     answers,
     responses,
     plots: [risks(responses), forks(responses)],
+    aside: false,
+    selects: false,
   };
 }
 

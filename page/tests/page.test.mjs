@@ -171,7 +171,17 @@ describe("the explorer", () => {
       assert.match(await tab.locator(".left-out").innerText(), /larger than 2 MB/);
     }));
 
-  test("sorts by risk, by fork and as given", () =>
+  test("filters by risk", () =>
+    read(file, {}, async (tab) => {
+      const least = tab.getByLabel("Risk", { exact: true });
+      const bound = Number(await least.locator("option").nth(2).getAttribute("value"));
+      await least.selectOption({ index: 2 });
+      const all = data.candidates[0].responses.map((one) => Math.max(-1, ...(one?.states?.risk ?? [])));
+      assert.equal(await shownCount(tab), all.filter((risk) => risk >= bound).length);
+      await tab.waitForFunction((risk) => location.hash.includes(`risk=${risk}`), bound);
+    }));
+
+  test("sorts by risk, by kind, by fork, by task and as given", () =>
     read(file, {}, async (tab) => {
       const order = tab.getByLabel("Order", { exact: true });
       await order.selectOption("risk");
@@ -189,6 +199,17 @@ describe("the explorer", () => {
         forks,
         [...forks].sort((a, b) => a - b || 0),
       );
+      await order.selectOption("kind");
+      const mismatches = (await rows(tab).locator(".facts").allInnerTexts()).map((text) =>
+        Number(/(\d+) mismatch/.exec(text)?.[1] ?? 0),
+      );
+      assert.ok(mismatches[0] > mismatches.at(-1));
+      assert.deepEqual(
+        mismatches,
+        [...mismatches].sort((a, b) => b - a),
+      );
+      await order.selectOption("task");
+      assert.match(await rows(tab).first().locator(".facts").innerText(), /captions/);
       await order.selectOption("id");
       assert.equal(await tab.locator(".detail h3").innerText(), "p000");
     }));
@@ -332,6 +353,7 @@ describe("candidates", () => {
         name: "round 1",
         title: "round 1",
         aside: true,
+        selects: true,
         flips: null,
         answers: [],
         responses: [...none, ...round.responses],
@@ -345,7 +367,8 @@ describe("candidates", () => {
       await tab.getByLabel("Candidate", { exact: true }).selectOption("round 1");
       const answered = round.responses.filter((one) => one !== null).length;
       assert.equal(await shownCount(tab), answered);
-      assert.match(await tab.locator(".answer.dense").innerText(), /Not kept/);
+      assert.match(await tab.locator(".answer.dense").innerText(), /has no answer of the dense model/);
+      assert.match(await tab.locator(".inspector header").innerText(), /selected, weight 0\.\d|not selected/);
       assert.equal(await tab.locator(".others").count(), 0);
     });
   });
@@ -460,11 +483,15 @@ describe("links", () => {
   });
 
   test("that name nothing known show the page from its beginning", () =>
-    read(file, { hash: "#candidate=none&example=prompt:none&token=-4&change=huge&sort=up&set=%00" }, async (tab) => {
-      assert.equal(await tab.locator(".verdict h2").innerText(), "RTN W4A8");
-      assert.equal(await shownCount(tab), data.prompts.length);
-      assert.equal(await tab.locator(".tokens").count(), 1);
-    }));
+    read(
+      file,
+      { hash: "#candidate=none&example=prompt:none&token=-4&change=huge&sort=up&risk=high&set=%00" },
+      async (tab) => {
+        assert.equal(await tab.locator(".verdict h2").innerText(), "RTN W4A8");
+        assert.equal(await shownCount(tab), data.prompts.length);
+        assert.equal(await tab.locator(".tokens").count(), 1);
+      },
+    ));
 });
 
 describe("windows and themes", () => {
@@ -510,6 +537,8 @@ describe("windows and themes", () => {
       assert.equal(await tab.locator(".browse").isVisible(), false);
       assert.equal(await tab.locator(".topbar .tools").isVisible(), false);
       assert.equal(await tab.locator(".tokens").evaluate((one) => getComputedStyle(one).maxHeight), "none");
+      await tab.pdf();
+      assert.equal(await tab.locator(".plots .drawing svg").count(), await tab.locator(".plots figure").count());
     }));
 });
 

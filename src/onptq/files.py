@@ -97,6 +97,20 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def lies_inside(folder: Path, path: Path) -> bool:
+    """Whether a file lies below a folder, links followed; of a snapshot in a hub cache, also among its blobs."""
+    folder, target = folder.resolve(), path.resolve()
+    homes = (folder, folder.parents[1] / "blobs") if folder.parent.name == "snapshots" else (folder,)
+    return any(target.is_relative_to(home) for home in homes)
+
+
+def cached_hub_id(folder: Path) -> str | None:
+    """The hub id of a model's snapshot in a hub cache; None for any other folder."""
+    folder = folder.absolute()
+    cached = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
+    return folder.parents[1].name.removeprefix("models--").replace("--", "/") if cached else None
+
+
 def _disk_error(error: Exception) -> int | None:
     """The operating system's error number; safetensors gives it only in words."""
     if isinstance(error, OSError):

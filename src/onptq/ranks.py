@@ -82,6 +82,22 @@ class Ranks:
         done = self.first_alone(lambda: [work()])
         return done[0] if done is not None else work()
 
+    def each(self, work: Callable[[], T]) -> list[T]:
+        """What every rank computes, in their order; an error of any ends all."""
+        value, error = None, None
+        try:
+            value = work()
+        except OnPTQError as raised:
+            if self.size == 1:
+                raise
+            error = raised
+        results = self.gather([value, None if error is None else str(error)])
+        if error is not None:
+            raise error
+        if (message := next((message for _, message in results if message is not None), None)) is not None:
+            raise RaisedElsewhereError(message)
+        return [value for value, _ in results]
+
     def meet(self) -> None:
         """Wait until all ranks are here."""
         self.gather(None)
@@ -113,6 +129,16 @@ class Ranks:
             self._sum(joined)
             for tensor, total in zip(each, joined.split([tensor.numel() for tensor in each]), strict=True):
                 tensor.copy_(total.view_as(tensor))
+
+    def join_(self, whole: Tensor, own: Tensor) -> None:
+        """Put the equal parts of all ranks into `whole`, in their order."""
+        import torch.distributed as dist
+
+        if self.size == 1:
+            whole.copy_(own)
+        else:
+            with self.explained():
+                dist.all_gather_into_tensor(whole, own)
 
     def shares(self, values: Sequence[T], most: int) -> list[T]:
         """The values of this rank: `most` of them at a time go to the ranks in turn, or fewer so that all get some."""

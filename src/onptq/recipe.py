@@ -360,11 +360,15 @@ class Recipe(Config):
     @property
     def branches(self) -> bool:
         """Whether anything depends on the consequence of a decision."""
-        calibrate, select = self.calibrate, self.select
-        if calibrate.gamma == 0:
-            return False
+        by_consequence = bool(self.calibrate.gamma and self.calibrate.consequence)
+        return by_consequence or (self.selects and self.select.rule != "all")
+
+    @property
+    def selects(self) -> bool:
+        """Whether an update learns from critical states by their weights; otherwise from every visited state alike."""
+        calibrate = self.calibrate
         weighted = calibrate.hidden or calibrate.pair or calibrate.terms or calibrate.response_over == "critical"
-        return bool(calibrate.consequence) or bool(weighted and select.rule != "all")
+        return bool(calibrate.gamma and weighted)
 
     @property
     def multiplies_integers(self) -> bool:

@@ -210,6 +210,14 @@ class Run:
             self._require_folder()
             raise OnPTQError(f"cannot read {path} ({error}): delete {_unit(path)}, {AGAIN}") from error
 
+    def missing(self) -> list[str]:
+        """The committed files that are gone. An error where one that is there has changed."""
+        sums = self._sums()
+        for name in sums:
+            if name not in self._intact and self._is_file(name):
+                self._check(name, sums[name])
+        return [name for name in sums if not self._is_file(name)]
+
     def _check(self, name: str, sums: set[str]) -> None:
         """Refuse a file that none of its sums fits."""
         path = self.file(name)
@@ -241,9 +249,7 @@ class Run:
 
         Files of earlier processes that this one did not need must still be what they were."""
         self.wait()
-        for name, sums in self._sums().items():
-            if name not in self._intact and self._is_file(name):
-                self._check(name, sums)
+        self.missing()
         self.write_json(summary, SUMMARY)
         files = sorted(str(path.relative_to(self.home)) for path in self.home.rglob("*") if path.is_file())
         written = self._sums()

@@ -671,7 +671,7 @@ def test_a_full_disk_is_explained_and_the_same_command_continues_once_there_is_r
 ) -> None:
     out = disk / "out"
     ballast = fill(disk, leave=pages)
-    monkeypatch.setattr("onptq.pipeline.check_room", lambda *_: None)  # as if others filled the disk meanwhile
+    monkeypatch.setattr("onptq.check.job.check_room", lambda *_: None)  # as if others filled the disk meanwhile
     done = call(small, out)
     assert_refused(done, "cannot write ", str(out), "free there")
     assert "No space left" in done.stderr or "not enough room" in done.stderr

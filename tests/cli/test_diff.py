@@ -272,7 +272,7 @@ def test_two_servers_end_with_the_same_page(
     assert receipt["prompts"]["count"] == 6
     [q] = receipt["candidates"]
     assert (q["name"], q["url"], q["answers"], q["changed"]) == ("q", servers[1], 6, 6)
-    assert (q["positions"], q["top_1_agreement"], q["noise"]) == (12, 0.5, None)
+    assert (q["positions"], q["top_1_agreement"], q["noise"]) == (12, 0.5, 0)
     assert 0 <= q["kl"]["median"] <= q["kl"]["max"]
     assert "sk-1" not in (out / "page.html").read_text() + (out / "differences.json").read_text()
 

@@ -20,8 +20,15 @@ from onptq.data.heldout import divide, linked
 from onptq.data.image_folder import image_prompts
 from onptq.data.manifest import load_manifest, manifest_digest
 from onptq.data.prompts import Media, Prompt
-from onptq.data.writing import check_target, write_manifest
+from onptq.data.writing import check_target, media_outside, write_manifest
 from onptq.errors import OnPTQError
+
+
+@pytest.fixture(autouse=True)
+def media_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manifests may name media in any folder."""
+    monkeypatch.setenv("ONPTQ_MEDIA_ROOT", "/")
+
 
 # --- writing --------------------------------------------------------------------------------------------------------
 
@@ -92,6 +99,16 @@ def test_one_question_is_written_briefly_and_media_by_paths_from_the_manifest(tm
         record = {"id": "a.png", "text": "What?", "image": expected}
         assert json.loads((tmp_path / out).read_text()) == record
         assert manifest_digest(load_manifest(tmp_path / out)) == manifest_digest(prompts)
+
+
+def test_media_that_a_reader_would_refuse_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw(tmp_path, "images/a.png", "images/below/b.png")
+    prompts = image_prompts(tmp_path / "images", ["What?"]).prompts
+    out = tmp_path / "there" / "p.jsonl"
+    assert media_outside(prompts, out) is None
+    monkeypatch.delenv("ONPTQ_MEDIA_ROOT")
+    assert media_outside(prompts, out) == tmp_path / "images"
+    assert media_outside(prompts, tmp_path / "p.jsonl") is None
 
 
 def test_media_that_share_only_the_root_are_named_absolutely(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import math
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,12 @@ def test_messages_keep_roles_and_order_and_take_media_from_beside_or_inside(fold
     assert (first.images, first.audios) == (second.images, second.audios)
 
 
-def test_absolute_paths_are_taken_as_they_are(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = write(tmp_path_factory.mktemp("elsewhere"), {"text": "x", "image": str(folder / "a.png")})
+def test_absolute_paths_are_taken_as_they_are(folder: Path) -> None:
+    path = write(folder, {"text": "x", "image": str(folder / "a.png")})
     assert load_manifest(path)[0].images[0].path == folder / "a.png"
 
 
-def test_media_can_be_confined_to_a_folder(
+def test_media_lie_in_the_manifests_folder_or_in_one_that_is_allowed(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path_factory.mktemp("mine")
@@ -105,13 +106,23 @@ def test_media_can_be_confined_to_a_folder(
     outside = [f"../{folder.name}/a.png", str(folder / "a.png"), (folder / "a.png").as_uri(), "link.png"]
     names = [*outside, "own.png", str(place / "own.png"), "../mine0/own.png"]
     path = write(place, *({"text": str(number), "image": name} for number, name in enumerate(names)))
-    assert len(load_manifest(path)) == len(names), "a manifest is its user's own words"
-    monkeypatch.setenv("ONPTQ_MEDIA_ROOT", str(place))
     bad: list[str] = []
     prompts = load_manifest(path, bad=bad)
     assert [prompt.messages[0]["content"][-1]["text"] for prompt in prompts] == ["4", "5", "6"]
     assert len(bad) == len(outside)
-    assert all("to which ONPTQ_MEDIA_ROOT confines media" in why for why in bad)
+    assert all(f"set ONPTQ_MEDIA_ROOT={folder.resolve()} (" in why for why in bad)
+    for roots in (str(folder), f"{folder.parent / 'none'}{os.pathsep}{folder}", "/"):
+        monkeypatch.setenv("ONPTQ_MEDIA_ROOT", roots)
+        assert len(load_manifest(path)) == len(names)
+
+
+def test_media_of_a_snapshot_in_a_hub_cache_may_be_links_to_its_blobs(folder: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "datasets--a--b" / "snapshots" / "1", tmp_path / "datasets--a--b" / "blobs"
+    for place in (snapshot, blobs):
+        place.mkdir(parents=True)
+    (blobs / "f00").write_bytes((folder / "a.png").read_bytes())
+    (snapshot / "a.png").symlink_to(blobs / "f00")
+    assert len(load_manifest(write(snapshot, {"text": "x", "image": "a.png"}))) == 1
 
 
 def test_a_row_group_that_would_fill_the_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,8 @@ def test_bad_utf8_inside_a_parquet_is_an_error(folder: Path) -> None:
     assert "not a readable parquet file" in refused(path)
 
 
-def test_only_regular_files_are_read(folder: Path) -> None:
+def test_only_regular_files_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONPTQ_MEDIA_ROOT", "/dev")
     os.mkfifo(folder / "pipe.png")
     os.mkfifo(folder / "pipe.jsonl")
     messages: list[str] = []

@@ -178,10 +178,12 @@ def run(*words: object) -> str:
 
 
 def test_the_commands_write_manifests_that_read_back_and_say_their_hash(
-    coco: Path, omnibench: Path, tmp_path: Path
+    coco: Path, omnibench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "coco.jsonl"
     printed = run("coco-128", "--captions", coco / CAPTIONS, "--images", coco, "--out", out)
+    assert f"ONPTQ_MEDIA_ROOT={coco / 'train2017'} onptq quantize MODEL" in printed
+    monkeypatch.setenv("ONPTQ_MEDIA_ROOT", str(coco))
     prompts = load_manifest(out)
     assert f"sha256 of prompts and media: {manifest_digest(prompts)}" in printed
     assert "wrote 128 prompts" in printed

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from forked import REFUSED, Attempt, Job
-from outcomes import Reference, copy, delete, files, home
+from outcomes import Reference, copy, delete, files
 
 from onptq.run import remove
 
@@ -68,13 +68,11 @@ def signals(trial: Trial, number: int = signal.SIGKILL, times: int = 3) -> str |
 def damage(trial: Trial, snapshot: Path, name: str, how: str) -> str | None:
     """One file damaged while no process has the run. What an error says to delete is deleted."""
     copy(snapshot, trial.out)
-    finished = (home(snapshot) / "summary.json").exists()
     spoil(files(trial.out)[name], how, trial.rng)
     for _ in range(REFUSALS):
         attempt = trial.job.finish(trial.out)
         if attempt.status != REFUSED:
-            # The files of a finished run are not read again; `sha256sum -c SHA256SUMS` finds what happens to them.
-            return _trouble(attempt) or trial.reference.difference(trial.out, {name} if finished else set())
+            return _trouble(attempt) or trial.reference.difference(trial.out)
         trial.refused += 1
         if (name in IDENTITY and "recipe.yaml" in attempt.message) or "another --out" in attempt.message:
             return None

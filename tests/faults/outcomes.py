@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-VARYING = {"run/log.jsonl", "run/summary.json", "run/SHA256SUMS", "run/.lock"}  # times, and how often it was begun
-WEIGHTS = re.compile(r"config\.json|.*\.safetensors")  # of a checkpoint: what a finished run looks at
+# Times, and how often it was begun; the model card and its picture are no part of what works.
+VARYING = {"run/log.jsonl", "run/summary.json", "run/SHA256SUMS", "run/.lock", "README.md", "results.svg"}
 SLOW = ("seconds", "verification")  # of the summary: what times tell, and what is absent where it was not asked for
 
 
@@ -55,15 +53,14 @@ class Reference:
         lasting = tuple((name, begun[i + 1] - start) for i, (name, start) in enumerate(phases))
         return cls(out, lasting, {name: path.read_bytes() for name, path in files(out).items()})
 
-    def difference(self, out: Path, damaged: Collection[str] = ()) -> str | None:
-        """How a finished run differs from this one, but for the `damaged` files of the run; None if it does not."""
+    def difference(self, out: Path) -> str | None:
+        """How a finished run differs from this one; None if it does not."""
         found = files(out)
         if extra := sorted(found.keys() - self.contents.keys()):
             return f"it left {', '.join(extra)}"
         if missing := sorted(self.contents.keys() - found.keys()):
             return f"it lacks {', '.join(missing)}"
-        excused = VARYING | {name for name in damaged if name.startswith("run/") or not WEIGHTS.fullmatch(name)}
-        changed = [name for name in found if name not in excused and found[name].read_bytes() != self.contents[name]]
+        changed = [name for name in found if name not in VARYING and found[name].read_bytes() != self.contents[name]]
         if changed:
             return f"other bytes in {', '.join(changed)}"
         return None if _summary(out) == _summary(self.out) else "another summary"

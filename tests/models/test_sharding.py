@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from onptq.engine.prefixes import whole_prompts
 from onptq.errors import OnPTQError
 from onptq.models.encoding import PromptBatch
-from onptq.models.sharding import Request, ShardedBlocks, choose
+from onptq.models.sharding import Part, Request, ShardedBlocks, choose
+from onptq.quantizer.theta import Theta
 from onptq.ranks import Ranks
 
 
@@ -97,3 +99,41 @@ def test_a_block_is_whole_only_while_it_is_used(tiny: Callable[[str], Tiny], gro
     with pytest.raises(OnPTQError, match="gradients through the whole model need all of its blocks at once"):
         policy.run(tokens)
     policy.release()
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_settled_codes_are_whole_only_while_their_block_is(
+    tiny: Callable[[str], Tiny], group: None, offloaded: bool, tmp_path: Path
+) -> None:
+    qwen = tiny("qwen3")
+    policy = qwen.policy()
+    tokens = whole_prompts(PromptBatch.of(qwen.encode(policy, 1)))
+    settled = policy.settle(Theta.rtn(policy.structure.blocks, policy.scheme))
+    settled.save(tmp_path / "theta.safetensors")
+    policy.attach(settled)
+    with torch.no_grad(), policy.speaking("Q"):
+        expected = policy.run(tokens)
+    policy.shard(Ranks(), torch.device("cpu"), offloaded=offloaded)
+    assert policy.sharded is not None
+    before = policy.sharded.local_bytes
+    split = policy.load(tmp_path / "theta.safetensors")
+    codes = [linear.levels for linear in split.settled.values()]
+    assert {each.untyped_storage().nbytes() for each in codes} == {0}
+    assert policy.sharded.local_bytes - before == sum(each.numel() for each in codes)
+    version = split.version
+    policy.attach(split)
+    with torch.no_grad(), policy.speaking("Q"):
+        assert torch.equal(policy.run(tokens), expected)
+    assert {each.untyped_storage().nbytes() for each in codes} == {0}
+    assert split.version == version, "what is gathered is no write"
+    again = policy.split(policy.whole(split))
+    assert all(again.settled[path].levels is linear.levels for path, linear in split.settled.items())
+    for name, tensor in policy.whole(split).tensors().items():
+        assert torch.equal(tensor, settled.tensors()[name]), name
+
+
+def test_parts_of_all_processes_are_the_whole() -> None:
+    whole = torch.arange(10, dtype=torch.int8).view(2, 5)
+    parts = [Part(whole, Ranks(rank, 3), torch.device("cpu"), offloaded=False) for rank in range(3)]
+    assert torch.cat([part.own for part in parts]).tolist() == [*range(10), 0, 0]
+    assert {part.whole.untyped_storage().nbytes() for part in parts} == {0}

@@ -23,7 +23,7 @@ from onptq.errors import OnPTQError
 from onptq.page.chat_server import ChatServer
 from onptq.page.contract import Candidate, Page, Response, States
 from onptq.page.endpoint_states import divergences
-from onptq.page.endpoints import Endpoint, compare_endpoints, is_endpoint
+from onptq.page.endpoints import ASKED_TWICE, Endpoint, compare_endpoints, is_endpoint
 from onptq.page.write import to_bytes
 from onptq.serving import client
 from onptq.serving.messages import chat_messages
@@ -220,6 +220,26 @@ def test_several_quantized_endpoints_are_candidates_of_one_page(serve: Serve) ->
     page = compare_endpoints(dense.url, [f"one={one.url}", f"other={other.url}"], prompts("a", "b"), max_tokens=8)
     assert [candidate.name for candidate in page.candidates] == ["one", "other"]
     assert [candidate.figures["reworded"].value for candidate in page.candidates] == [50.0, 0.0]
+
+
+def test_the_noise_floor_is_how_often_a_server_answers_the_same_prompt_in_other_words(serve: Serve) -> None:
+    many = {f"q{number}": [sure(f"said {number}")] for number in range(40)}
+    steady, seen = vllm(many), list[str]()
+
+    def wavering(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return steady(path, body)
+        name = question_of(body)
+        seen.append(name)
+        again = name in ("q0", "q39") and seen.count(name) > 1
+        return vllm({name: [sure("else")]} if again else many)(path, body)
+
+    page = compare_endpoints(serve(steady).url, [serve(wavering).url], prompts(*many), max_tokens=8)
+    candidate, _ = only(page)
+    assert candidate.figures["reworded"].value == 0
+    assert candidate.figures["noise_responses"].value == pytest.approx(100 * 2 / ASKED_TWICE)
+    assert page.measures["reworded"].noise == "noise_responses"
+    assert any(f"{ASKED_TWICE} of the prompts" in note for note in page.notes)
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------

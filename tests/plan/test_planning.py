@@ -20,7 +20,7 @@ from onptq.checkpoint.source import find_source
 from onptq.data.manifest import load_manifest
 from onptq.errors import OnPTQError
 from onptq.models.processing import PromptProcessor
-from onptq.plan.machine import machine_with
+from onptq.plan.machine import Machine, machine_with
 from onptq.plan.planning import Plan, make_plan
 from onptq.recipe import ComputeConfig, Recipe
 from onptq.run import run_home
@@ -152,6 +152,12 @@ def test_gpus_that_have_to_wait_are_worth_a_warning(seven: Path) -> None:
     assert not make_plan(seven, complete().with_overrides(changes), machine=many).warnings
 
 
+def plan_whole(model: Path, machine: Machine) -> str:
+    """Why a model whose blocks are on every GPU does not fit."""
+    (reason,) = make_plan(model, complete(**{"compute.shard": "never"}), machine=machine).refusals
+    return reason
+
+
 def test_a_model_larger_than_one_gpu_is_split_over_several(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
     large = write_sparse(tmp_path, "qwen2.5-vl-72b", tiny("qwen2.5-vl").folder)
     eight, few = machine_with(None, ComputeConfig(), 80, 8), {"init": "search", "calibrate.codes": "free"}
@@ -159,11 +165,17 @@ def test_a_model_larger_than_one_gpu_is_split_over_several(tiny: Callable[[str],
     assert plan.strategy is None
     assert " of GPU memory on each of 8 GPUs and 79.2 GiB is free: weights 136.7 GiB" in plan.refusals[0]
     assert plan.refusals[0].endswith("; that is with the blocks on every GPU")
-    (reason,) = make_plan(large, complete(), machine=eight).refusals
-    assert "theta's codes 65.4 GiB" in reason
-    assert reason.endswith("; it fits with --set init=search --set calibrate.codes=free")
-    plan = make_plan(large, complete(**few), machine=eight)
-    assert plan.strategy == "sharded"
+    assert "theta's codes 65.4 GiB" in plan_whole(large, eight)
+    settled, plan = (make_plan(large, complete(**changes), machine=eight) for changes in ({}, few))
+    assert settled.strategy == plan.strategy == "sharded"
+    block = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 29568
+    assert {phase.gpu["theta's codes"] for phase in settled.phases if phase.name == "Calibrate"} == {
+        80 * block // 8 + 2 * block
+    }
+    assert (
+        next(phase for phase in settled.phases if phase.name == "Initialize").host["theta's codes, being written"]
+        == 80 * block
+    )
     assert "on each of 8 a100-80g (sharded); takes about " in plan.verdict
     assert any(
         text.startswith("sharded: the blocks of the decoder are split over the GPUs") for text in plan.assumptions

@@ -31,7 +31,7 @@ from onptq.models.encoding import PromptBatch
 from onptq.models.structure import PAIRS, Block
 from onptq.quantizer.folded import FoldedLinear
 from onptq.quantizer.numerics import FakeQuantize, fitting_scale, nearest, quantize_inputs, spacing, stored_scale
-from onptq.quantizer.theta import Learned, Settled, Theta, pair_key
+from onptq.quantizer.theta import SETTLED_RANGE, Learned, Settled, Theta, pair_key
 from onptq.quantizer.weights import dequantize, of_groups, to_groups, weight_codes
 from onptq.schemes import E2M1, E4M3, NAMED, Floats, Scheme
 
@@ -138,6 +138,19 @@ def test_scales_in_e4m3_are_codes_under_a_power_of_two() -> None:
     assert max(wanted) == 448 > 0.125 >= wanted[0]
     stored.sum().backward()
     assert torch.equal(scale.grad, torch.ones_like(scale))  # type: ignore[arg-type]
+
+
+def test_a_settled_scale_of_few_bits_changes_only_with_a_ratio_beyond_half_a_spacing() -> None:
+    """Within the range of ratios: 3.2% for E4M3, 13% down for powers of two, which cannot grow at all."""
+    ratios = torch.linspace(*SETTLED_RANGE, 4001)
+    for scales, codes, least, most in (
+        ("E4M3", torch.arange(8, 16) / 8, -0.0318, 0.0328),
+        ("E8M0", 2.0 ** torch.arange(-4, 5), -0.1336, None),
+    ):
+        stored = stored_scale(codes[:, None] * ratios.exp(), scales, torch.float32, torch.tensor(1.0))  # type: ignore[arg-type]
+        moved = ratios[(stored != codes[:, None]).any(0)]
+        assert moved[moved < 0].max() == pytest.approx(least, abs=5e-4)
+        assert not len(moved[moved > 0]) if most is None else moved[moved > 0].min() == pytest.approx(most, abs=5e-4)
 
 
 @pytest.mark.parametrize("absmax", [1e-6, 0.7, 1.0, 63.9, 64.0, 2e4])

@@ -34,6 +34,11 @@ EXPLAINED = (
 )
 
 
+def endless(tokens: Sequence[int]) -> bool:
+    """Whether an answer ends with one token many times."""
+    return len(tokens) >= STUCK and len(set(tokens[-STUCK:])) == 1
+
+
 @dataclass(frozen=True)
 class Answer:
     """A model's greedy answer to one question."""
@@ -49,8 +54,7 @@ class Answer:
             return "logits that are not finite"
         if not self.text.strip():
             return "an empty answer"
-        last = self.tokens[-STUCK:]
-        if len(last) == STUCK and len(set(last)) == 1:
+        if endless(self.tokens):
             return f"one token over and over: {shortened(self.text)}"
         return None
 

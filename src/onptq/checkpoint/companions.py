@@ -13,7 +13,7 @@ from pathlib import Path
 
 from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.errors import OnPTQError
-from onptq.files import sync
+from onptq.files import lies_inside, sync
 
 STAGE = ".onptq-export"  # inside the output folder, so that moving is renaming on one file system
 RUN = "onptq"  # where runs of contract 1 have their records, which are never touched
@@ -77,20 +77,6 @@ def check_links(source: Path, *more: Path) -> None:
                 f"{path} is a link to {path.resolve()}, outside the model folder: its content would be copied into the "
                 "checkpoint; replace the link by the file, or delete it"
             )
-
-
-def lies_inside(source: Path, path: Path) -> bool:
-    """Whether a file is the model's own, links followed: in its folder or, in a hub cache, among the model's blobs."""
-    folder, target = source.resolve(), path.resolve()
-    homes = (folder, folder.parents[1] / "blobs") if cached_hub_id(folder) else (folder,)
-    return any(target.is_relative_to(home) for home in homes)
-
-
-def cached_hub_id(folder: Path) -> str | None:
-    """The hub id of a snapshot in a hub cache; None for any other folder."""
-    folder = folder.absolute()
-    cached = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
-    return folder.parents[1].name.removeprefix("models--").replace("--", "/") if cached else None
 
 
 def copy_companions(source: Path, stage: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from onptq.checkpoint.folder import BITS
@@ -49,24 +50,28 @@ def check_apart(source: Path, out: Path) -> None:
 
 def output_bytes(source: Source, scheme: Scheme) -> int:
     """The size of the weights that an export in this scheme writes."""
-    checkpoint, decoder = source.whole, source.decoder
-    total = checkpoint.weight_bytes
+    return source.whole.weight_bytes + sum(added for _, added in growth(source, scheme))
+
+
+def growth(source: Source, scheme: Scheme) -> Iterator[tuple[str, int]]:
+    """By how many bytes each linear and each layer with a cache grows, or by minus so many."""
     if scheme.quantizes_cache:
-        total += 2 * len(cached_layers(decoder)) * source.storage().itemsize
-    for name in decoder.linears:
+        yield from ((name, 2 * source.storage().itemsize) for name in cached_layers(source.decoder))
+    for name in source.decoder.linears:
         one = scheme.of(name)
         if not one.quantizes_weights:
             continue
         bits = one.weight_bits if "pack-quantized" in storage_format(one) else 8
         scale_bytes = None if one.scales == "dtype" else 1
         tensor_scales = 4 * ((one.scales == "E4M3") + one.scales_inputs)
-        weight = checkpoint.tensors[f"{decoder.prefix}{name}.weight"]
+        weight = source.whole.tensors[f"{source.decoder.prefix}{name}.weight"]
         outputs, inputs = weight.shape
         itemsize = BITS[weight.dtype] // 8
-        groups = math.prod(one.scale_shape(outputs, inputs))
-        total += math.ceil(weight.numel * bits / 8) - weight.numel * itemsize + tensor_scales
-        total += groups * ((scale_bytes or itemsize) + (not one.symmetric))
-    return total
+        added = math.ceil(weight.numel * bits / 8) - weight.numel * itemsize + tensor_scales
+        yield (
+            name,
+            added + math.prod(one.scale_shape(outputs, inputs)) * ((scale_bytes or itemsize) + (not one.symmetric)),
+        )
 
 
 def cached_layers(decoder: Decoder) -> set[str]:

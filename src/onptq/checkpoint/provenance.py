@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onptq.checkpoint.companions import cached_hub_id, lies_inside
 from onptq.checkpoint.source import is_hub_id
 from onptq.data.calibration import Prompts
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
+from onptq.files import cached_hub_id, lies_inside
 from onptq.plain_yaml import YAML_LIMIT, parse_yaml
 
 CARD = "README.md"

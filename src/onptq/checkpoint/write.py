@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,16 @@ from onptq.checkpoint.exportable import cached_layers, check_apart, check_export
 from onptq.checkpoint.folder import DTYPES, Checkpoint, StoredTensor
 from onptq.checkpoint.names import Decoder, matches
 from onptq.checkpoint.packing import compress_linear, storage_format
+from onptq.checkpoint.parts import Unit, layer_of, plan_shards
 from onptq.checkpoint.provenance import Provenance, Results
 from onptq.checkpoint.quantization import Numbers, activation_numbers, cache_numbers, weight_numbers
-from onptq.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter, header_room
+from onptq.checkpoint.shards import Shard, header_room, name_shards
 from onptq.checkpoint.source import Source
 from onptq.errors import OnPTQError
 from onptq.quantizer.folded import Folded, FoldedCache, FoldedFollower, FoldedLinear, FoldedNorm
 from onptq.quantizer.mix import check_mix
 from onptq.quantizer.numerics import product_dtype
+from onptq.ranks import ALONE, Ranks
 from onptq.schemes import UNQUANTIZED, Scheme
 
 HEAD = "re:.*lm_head"
@@ -48,14 +52,16 @@ def write_checkpoint(
     provenance: Provenance | None = None,
     results: Results | None = None,
     picture: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Rewrite `source` into `out` with the folded linears, norms and followers in place of the decoder's own.
 
-    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"). Each item is packed, written and freed
-    before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading. Either
-    the whole checkpoint appears in `out` or none of it. `provenance`, `results` and their `picture` as an SVG are for the
-    model card.
+    Names in `folded` are relative to the decoder ("layers.3.self_attn.q_proj"), layer by layer. Each item is packed, written
+    and freed before the next one is drawn, so the host holds one linear and the pages of the source shard it is reading.
+    Either the whole checkpoint appears in `out` or none of it. `provenance`, `results` and their `picture` as an SVG are
+    for the model card. Several `ranks` write shards in turn, each those of its `own_layers`, and the
+    first the rest.
     """
     check_apart(source.folder, out)
     check_exportable(source)
@@ -66,36 +72,37 @@ def write_checkpoint(
     card = write_card(
         source.folder, source.config, scheme, provenance, results, source.name, pictured=picture is not None
     )
-    room = header_room(_output_names(checkpoint, decoder))
     needed = output_bytes(source, scheme) + companion_bytes(source.folder)
-    with staged(out, needed) as stage, ShardWriter(stage, room, max_shard_bytes) as shards:
-        replaced, cached = set[str](), set[str]()
-        for name, part in folded:
-            if isinstance(part, FoldedCache):
-                cached.add(name)
-            tensors, taken = _replacement(checkpoint, decoder, name, part, scheme)
-            if taken & replaced:
-                raise OnPTQError(f"{name} was folded twice; expected every linear and norm at most once")
-            replaced |= taken
-            with reported(out, needed):
-                for key, tensor in tensors.items():
-                    shards.add(key, tensor)
-            del part, tensors, tensor
-        _check_complete(decoder, replaced)
-        if scheme.quantizes_cache and cached != (layers := cached_layers(decoder)):
-            raise OnPTQError(
-                f"{len(cached)} of {len(layers)} layers have scales of their KV cache: {sorted(layers - cached)}"
-            )
-        for key, tensor in checkpoint.read(key for key in checkpoint.tensors if key not in replaced):
-            with reported(out, needed):
-                shards.add(key, tensor)
+    plan = plan_shards(source, scheme, max_shard_bytes)
+    replacing = _Replacing(source, scheme, folded)
+
+    def write_shard(position: int) -> tuple[int, list[str], int]:
+        with reported(out, needed), Shard(stage, position, header_room(_output_names(checkpoint, decoder))) as shard:
+            for unit in plan[position]:
+                for key, tensor in replacing.tensors(unit):
+                    shard.add(key, tensor)
+            shard.finish()
+            return position, shard.names, shard.bytes
+
+    def finish() -> None:
         with reported(out, needed):
-            shards.close()
+            name_shards(stage, [names for _, names, _ in written], sum(size for _, _, size in written))
             copy_companions(source.folder, stage)
             write_text(stage / "README.md", card)
             if picture is not None:
                 write_text(stage / PICTURE, picture)
             write_text(stage / STAGED_CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        staging.close()
+
+    def write_own() -> list[tuple[int, list[str], int]]:
+        own = [write_shard(position) for position in range(ranks.rank, len(plan), ranks.size)]
+        replacing.close()
+        return own
+
+    with ExitStack() as staging:
+        stage = Path(ranks.lead(lambda: str(staging.enter_context(staged(out, needed)))))
+        written = sorted(shard for shards in ranks.each(write_own) for shard in shards)
+        ranks.lead(finish)
 
 
 def quantization_config(scheme: Scheme, ignore: Sequence[str], linears: Sequence[str] = ()) -> dict[str, Any] | None:
@@ -137,11 +144,11 @@ def linears_by_scheme(scheme: Scheme, linears: Sequence[str]) -> dict[Scheme, tu
     alike: dict[tuple[Scheme, tuple[str, ...]], list[str]] = {}
     for (one, name), its in layers.items():
         alike.setdefault((one, tuple(its)), []).append(name)
-    found: dict[Scheme, tuple[str, ...]] = {}
+    targets: dict[Scheme, tuple[str, ...]] = {}
     for (one, numbers), names in alike.items():
         ending = "|".join(map(re.escape, names))
-        found[one] = (*found.get(one, ()), rf"re:(?:.*\.)?layers\.(?:{'|'.join(numbers)})\.(?:{ending})$")
-    return found
+        targets[one] = (*targets.get(one, ()), rf"re:(?:.*\.)?layers\.(?:{'|'.join(numbers)})\.(?:{ending})$")
+    return targets
 
 
 def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
@@ -167,6 +174,54 @@ def _args(numbers: Numbers, scales: str, *, static: bool) -> dict[str, Any]:
         "group_size": numbers.group_size,
         "dynamic": numbers.dynamic,
     } | more
+
+
+class _Replacing:
+    """The output's tensors, unit by unit: folded ones, and the source's own where nothing stands for them."""
+
+    def __init__(self, source: Source, scheme: Scheme, folded: Iterable[tuple[str, Folded]]) -> None:
+        self.checkpoint, self.decoder, self.scheme = source.whole, source.decoder, scheme
+        self._groups = groupby(folded, key=lambda item: layer_of(item[0]))
+        self._next = next(self._groups, None)
+        self._replaced, self._cached = set[str](), set[str]()
+        self._layers: list[int] = []
+
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+        if unit.layer is not None:
+            self._layers.append(unit.layer)
+            while self._next is not None and (self._next[0] is None or self._next[0] <= unit.layer):
+                yield from self._folded(self._next[1])
+                self._next = next(self._groups, None)
+        yield from self.checkpoint.read([name for name in unit.names if name not in self._replaced])
+
+    def close(self) -> None:
+        """Raise where something was not folded, or was folded and stands in no unit."""
+        if self._next is not None:
+            name, part = next(self._next[1])
+            list(self._folded([(name, part)]))  # whatever else is wrong with it
+            raise OnPTQError(f"{name} was folded behind later layers")
+        expected = [name for name in self.decoder.linears if layer_of(name) in self._layers]
+        missing = [name for name in expected if f"{self.decoder.prefix}{name}.weight" not in self._replaced]
+        if missing:
+            raise OnPTQError(
+                f"{len(missing)} of {len(expected)} decoder linears were not folded: {', '.join(missing[:7])}"
+            )
+        layers = {name for name in cached_layers(self.decoder) if layer_of(name) in self._layers}
+        if self.scheme.quantizes_cache and self._cached != layers:
+            raise OnPTQError(
+                f"{len(self._cached)} of {len(layers)} layers have scales of their KV cache: {sorted(layers - self._cached)}"
+            )
+
+    def _folded(self, parts: Iterable[tuple[str, Folded]]) -> Iterator[tuple[str, Tensor]]:
+        for name, part in parts:
+            if isinstance(part, FoldedCache):
+                self._cached.add(name)
+            tensors, taken = _replacement(self.checkpoint, self.decoder, name, part, self.scheme)
+            if taken & self._replaced:
+                raise OnPTQError(f"{name} was folded twice; expected every linear and norm at most once")
+            self._replaced |= taken
+            yield from tensors.items()
+            del part, tensors
 
 
 def _replacement(
@@ -241,14 +296,6 @@ def _check(holds: bool, what: str, shape: tuple[int, ...], got: Tensor) -> None:
     if not holds:
         extremes = f", values {got.min().item()}..{got.max().item()}" if got.numel() else ""
         raise OnPTQError(f"{what}: expected shape {list(shape)}, got {got.dtype} {list(got.shape)}{extremes}")
-
-
-def _check_complete(decoder: Decoder, replaced: set[str]) -> None:
-    missing = [name for name in decoder.linears if f"{decoder.prefix}{name}.weight" not in replaced]
-    if missing:
-        raise OnPTQError(
-            f"{len(missing)} of {len(decoder.linears)} decoder linears were not folded: {', '.join(missing[:7])}"
-        )
 
 
 def _ignore_patterns(source: Source) -> list[str]:

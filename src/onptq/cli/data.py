@@ -203,7 +203,16 @@ def write_published(prompts: list[Prompt], out: Path, sha256: str | None) -> Non
     write_manifest(prompts, out)
     typer.echo(f"wrote {len(prompts)} prompts to {out} ({describe_kinds(prompts)})")
     typer.echo(f"sha256 of prompts and media: {digest}")
-    typer.echo(f"onptq quantize MODEL --preset paper --calibration {shlex.quote(str(out))}")
+    typer.echo(f"{allowing(prompts, out)}onptq quantize MODEL --preset paper --calibration {shlex.quote(str(out))}")
+
+
+def allowing(prompts: list[Prompt], out: Path) -> str:
+    """What a command has in front that reads the manifest: the folder of media that lie elsewhere."""
+    from onptq.data.manifest import MEDIA_ROOT
+    from onptq.data.writing import media_outside
+
+    folder = media_outside(prompts, out)
+    return "" if folder is None else f"{MEDIA_ROOT}={shlex.quote(str(folder))} "
 
 
 def check(out: Path, overwrite: bool, holdout: int | None, share: float | None) -> None:
@@ -233,4 +242,5 @@ def write(collected: Collected, out: Path, holdout: int | None, share: float | N
         typer.echo(f"{len(held)} of {holdout} held out: prompts of one image or chat stay together")
     typer.echo(f"What was written {PRIVATE}. Do not publish it. Next:")
     also = f" --holdout {shlex.quote(str(heldout_path(out)))}" if held else ""
-    typer.echo(f"onptq quantize MODEL --calibration {shlex.quote(str(out))}{also}")
+    before = allowing([*remaining, *held], out)
+    typer.echo(f"{before}onptq quantize MODEL --calibration {shlex.quote(str(out))}{also}")

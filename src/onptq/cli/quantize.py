@@ -51,6 +51,14 @@ def quantize(
     ] = None,
     holdout: options.Holdout = None,
     on_bad_prompt: options.OnBadPrompt = "fail",
+    on_degenerate: Annotated[
+        str,
+        typer.Option(
+            metavar="fail|warn",
+            help="For a quantized model most of whose answers are empty or one token over and over, where the dense model's "
+            "are not: stop before the checkpoint is written, or warn.",
+        ),
+    ] = "fail",
     preset: options.Preset = None,
     recipe: options.Recipe = None,
     changes: options.Changes = None,
@@ -92,9 +100,9 @@ def quantize(
     folder = default_out(model, resolved) if out is None else out
 
     import onptq
+    from onptq.check.job import check_settings
     from onptq.checkpoint.source import find_source
     from onptq.evaluate.details import OFF
-    from onptq.pipeline import check_settings
     from onptq.recipe import ReportConfig
     from onptq.run import is_contract_1
 
@@ -117,6 +125,7 @@ def quantize(
         holdout=held_out,
         recipe=resolved.model_copy(update={"report": ReportConfig()}),  # what is shown of a run is no part of it
         on_bad_prompt=on_bad_prompt,
+        on_degenerate=on_degenerate,
         reporter=reporter,
         verify=verify,
         detail=resolved.report.detail,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from onptq.engine.prefixes import whole_prompts
+from onptq.engine.finite import broken_block
 from onptq.errors import OnPTQError
-from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.encoding import EncodedPrompt
 from onptq.quantizer.policy import Policy
 
 ADVICE = "lower calibrate.lr_smoothing and calibrate.lr_step, or use float32"
@@ -34,18 +33,11 @@ def without_finite_gradient(learned: Mapping[str, Tensor], step: int) -> OnPTQEr
     return OnPTQError(f"step {step}: gradients of the update are not finite ({where}): {ADVICE}")
 
 
-@torch.no_grad()
 def _origin(policy: Policy, prompts: Sequence[EncodedPrompt]) -> str:
     """The first block of the quantized model that gives a prompt activations which are not finite, in words."""
-    broken: list[int] = []
-
-    def observe(block: int, hidden: Tensor) -> None:
-        if not broken and not bool(hidden.isfinite().all()):
-            broken.append(block)
-
     for prompt in prompts:
         with policy.speaking("Q"):
-            policy.run(whole_prompts(PromptBatch.of([prompt])), observe=observe)
-        if broken:
-            return f"activations of layers.{broken[0]} at prompt {prompt.ordinal}"
+            block = broken_block(policy, prompt)
+        if block is not None:
+            return f"activations of layers.{block} at prompt {prompt.ordinal}"
     return f"all activations are, at prompts {', '.join(str(prompt.ordinal) for prompt in prompts)}"

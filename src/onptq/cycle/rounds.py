@@ -76,7 +76,7 @@ class Cycle:
         for k in range(self.recipe.rounds):
             committed, halfway = f"rounds/{k}/theta.safetensors", self.run.file(f"rounds/{k}/{HALFWAY}")
             if self.run.ranks.lead(partial(self.run.has, committed)):
-                theta = self.run.read(committed, lambda path: Theta.load(path, self.policy.device))
+                theta = self.run.read(committed, self.policy.load)
                 halfway.unlink(missing_ok=True)
                 continue
             if self.recipe.settles and not theta.settled:
@@ -90,7 +90,7 @@ class Cycle:
                 states = self.repeat(k, "bank.parquet", STATES)
             theta = self.update(k, trajectories, states, theta)
             if self.run.ranks.is_first:
-                self.run.write_behind(theta.saving(), committed, instead_of=halfway)
+                self.run.write_behind(self.policy.whole(theta).saving(), committed, instead_of=halfway)
         self.inputs.speak_as(theta)
         return theta
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,13 +18,14 @@ from onptq.data.chat import MEDIA, check_text, decode_base64, kind_of, read_chat
 from onptq.data.media import MAX_BYTES, check_image, read_file
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
+from onptq.files import lies_inside
 
 JSONL_SUFFIXES = (".jsonl", ".json-lines")
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 SHOWN_ERRORS = 10
 MAX_LINE = 2 * MAX_BYTES
 MAX_GROUP = 2**31  # bytes of a row group of a parquet, embedded media included
-MEDIA_ROOT = "ONPTQ_MEDIA_ROOT"  # the folder that media have to lie in, for manifests of strangers
+MEDIA_ROOT = "ONPTQ_MEDIA_ROOT"  # further folders that media may lie in, beside the manifest's own
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,")
 
 
@@ -184,10 +186,13 @@ def _without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Reader:
-    """A reader of records. A file that several of them name is read once."""
+    """A reader of records. A file that several of them name is read once.
+
+    Files have to lie in the manifest's folder, in one of `roots`, or in a folder of MEDIA_ROOT."""
 
     manifest: Path
     modalities: frozenset[str] | None
+    roots: tuple[Path, ...] = ()
     places: dict[str, str] = field(default_factory=dict)  # id -> where it was
     files: dict[tuple[str, Path], Media] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
@@ -221,7 +226,11 @@ class Reader:
         if data is not None:
             return check_media(kind, "embedded in the manifest", data, Media(None, _sha256(data), data))
         path = self.manifest.parent / name
-        _require_inside(kind, name, path)
+        if not any(lies_inside(root, path) for root in (self.manifest.parent, *self.roots, *allowed_roots())):
+            raise OnPTQError(
+                f"{kind} {name!r} lies outside the manifest's folder; where it is to be read, set "
+                f"{MEDIA_ROOT}={shlex.quote(str(path.resolve().parent))} (several folders are divided by {os.pathsep!r})"
+            )
         if (kind, path) not in self.files:
             try:
                 data = read_file(path)
@@ -233,11 +242,9 @@ class Reader:
         return self.files[kind, path]
 
 
-def _require_inside(kind: str, name: str, path: Path) -> None:
-    """Refuse a file that is not below the folder of MEDIA_ROOT, where one is set, whatever links lead to it."""
-    root = os.environ.get(MEDIA_ROOT)
-    if root and not path.resolve().is_relative_to(Path(root).resolve()):
-        raise OnPTQError(f"{kind} {name!r} lies outside {root!r}, to which {MEDIA_ROOT} confines media")
+def allowed_roots() -> list[Path]:
+    """The folders of MEDIA_ROOT."""
+    return [Path(root) for root in os.environ.get(MEDIA_ROOT, "").split(os.pathsep) if root]
 
 
 def _read_id(record: Mapping[str, Any], ordinal: int) -> str:

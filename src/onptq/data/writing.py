@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from onptq.data.chat import MEDIA, check_text
-from onptq.data.manifest import JSONL_SUFFIXES
+from onptq.data.manifest import JSONL_SUFFIXES, allowed_roots
 from onptq.data.media import check_image
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
-from onptq.files import atomically, to_json
+from onptq.files import atomically, lies_inside, to_json
 
 STRATUM = "task"  # the one column beside the prompt that has a meaning for a run
 
@@ -39,6 +39,15 @@ def write_manifest(prompts: Iterable[Prompt], path: Path) -> None:
     with atomically(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
         for prompt in prompts:
             file.write(to_json(_record(prompt, folder)) + "\n")
+
+
+def media_outside(prompts: Iterable[Prompt], path: Path) -> Path | None:
+    """The folder of the media that a reader of the manifest would refuse, which lie neither beside it nor in a folder that is
+    allowed; None where there are none."""
+    roots = (path.parent, *allowed_roots())
+    files = {one.path for prompt in prompts for one in (*prompt.images, *prompt.audios) if one.path is not None}
+    outside = [str(file.resolve().parent) for file in files if not any(lies_inside(root, file) for root in roots)]
+    return Path(os.path.commonpath(outside)) if outside else None
 
 
 def _record(prompt: Prompt, folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onptq.engine.prompts import EncodedPrompts
+from onptq.methods.guards import require_finite_theta
 from onptq.methods.inputs import fit_scales
 from onptq.models.encoding import EncodedPrompt
 from onptq.quantizer.policy import Policy
@@ -35,6 +36,7 @@ def initialize(
     used = EncodedPrompts.of(prompts).spread(recipe.data.init_prompts)
     theta = run(recipe.init, policy, used, advance, **given)
     fit_scales(policy, theta, used)
+    require_finite_theta(theta)
     return theta
 
 

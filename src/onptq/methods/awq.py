@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onptq.bank import Trajectory
 from onptq.methods.experts import inputs_of, is_cold, read_by
+from onptq.methods.guards import require_finite_error
 from onptq.methods.layerwise import Stream, answered_sequences, open_streams
 from onptq.methods.linears import (
     by_query_head,
@@ -26,7 +27,7 @@ from onptq.methods.linears import (
     replaced,
     tensor_scale,
 )
-from onptq.methods.resume import BlockStore, keep, restore
+from onptq.methods.resume import BlockStore, fitted_blocks
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
@@ -55,13 +56,8 @@ def awq(
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     streams = open_streams(policy, answered_sequences(policy, prompts, responses))
     with policy.speaking("D"):
-        for block in policy.gathered_blocks():
-            if not restore(store, theta, block):
-                _fit(policy, theta, block, streams)
-                keep(store, theta, block)
-                advance(1)
-            for stream in streams:
-                stream.advance(block)
+        for block in fitted_blocks(policy, theta, streams, store, advance):
+            _fit(policy, theta, block, streams)
     return theta
 
 
@@ -104,6 +100,7 @@ def _best_scales(
         error = sum(float(each.float().square().sum()) for each in errors)
         if error < least:
             best, least = u, error
+    require_finite_error(least, key)
     return best
 
 
@@ -117,13 +114,23 @@ def _best_clips(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor
     ratios = theta.linears[block.path(name)].ratio.split(ROWS // scheme.block_rows)
     rows = zip(weight.split(ROWS), ratios, strict=True)
     common = tensor_scale(block, name)
-    return torch.cat([_clip_rows(policy, scheme, part, full, rounded, dense, common) for part, full in rows])
+    return torch.cat(
+        [_clip_rows(policy, scheme, part, full, rounded, dense, common, block.path(name)) for part, full in rows]
+    )
 
 
 def _clip_rows(
-    policy: Policy, scheme: Scheme, weight: Tensor, full: Tensor, rounded: Tensor, dense: Tensor, common: Tensor | None
+    policy: Policy,
+    scheme: Scheme,
+    weight: Tensor,
+    full: Tensor,
+    rounded: Tensor,
+    dense: Tensor,
+    common: Tensor | None,
+    what: str,
 ) -> Tensor:
-    """The best log clip of each row and group, on dense and on rounded inputs [tokens, I]; `full` is the one of no clip."""
+    """The best log clip of each row and group of the linear `what`, on dense and on rounded inputs [tokens, I]; `full` is the
+    one of no clip."""
 
     def partial(x: Tensor, weight: Tensor) -> Tensor:  # [O, G, tokens]
         groups = full.shape[1]
@@ -141,4 +148,5 @@ def _clip_rows(
         error = to_groups(error, full, scheme.block_rows).sum(-1)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
+    require_finite_error(least, what)
     return best

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onptq.bank import Trajectory
+from onptq.methods.guards import require_finite_error
 from onptq.methods.layerwise import Stream, answered_sequences
 from onptq.methods.linears import by_query_head
 from onptq.methods.resume import BlockStore, keep, restore
@@ -89,9 +90,9 @@ class _Learner:
         self.least = math.inf
 
     def learn(self, migration: dict[str, Tensor], steps: int) -> None:
-        self._consider(migration)
+        self._consider(migration, 0)
         self.theta.smoothing.update(migration)
-        self._consider(migration)
+        self._consider(migration, 0)
         unit = max(self.least, torch.finfo(torch.float32).tiny)
         scales = {key: u.exp().requires_grad_() for key, u in self.best[0].items()}
         clips = {path: torch.full_like(ratio, CLIP_LOGIT).requires_grad_() for path, ratio in self.best[1].items()}
@@ -110,7 +111,7 @@ class _Learner:
                 scale.clamp_(min=SCALE_FLOOR)
             if (step + 1) % max(1, steps // EVALUATIONS) == 0 or step + 1 == steps:
                 self._place(scales, clips)
-                self._consider(scales)
+                self._consider(scales, step + 1)
         self.theta.smoothing.update(self.best[0])
         self.theta.linears.update({path: Free(ratio) for path, ratio in self.best[1].items()})
 
@@ -118,9 +119,10 @@ class _Learner:
         self.theta.smoothing.update({key: scale.log() for key, scale in scales.items()})
         self.theta.linears.update({path: Free(F.logsigmoid(clip)) for path, clip in clips.items()})
 
-    def _consider(self, smoothed: Iterable[str]) -> None:
+    def _consider(self, smoothed: Iterable[str], step: int) -> None:
         """Remember the block's part of theta if its error over all prompts is the least so far."""
         error = sum(float(self._error(index)) for index in range(len(self.targets))) / len(self.targets)
+        require_finite_error(error, f"layers.{self.block.index}", step)
         if error < self.least:
             paths = map(self.block.path, self.block.linears)
             self.best = (

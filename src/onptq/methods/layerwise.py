@@ -14,6 +14,7 @@ from onptq.bank import Trajectory
 from onptq.engine.prefixes import Prefixes, whole_prompts
 from onptq.engine.rollout import rollouts
 from onptq.errors import OnPTQError
+from onptq.methods.guards import require_finite_hidden
 from onptq.models.attention import trusted_attention
 from onptq.models.decoder import layer_masks
 from onptq.models.encoding import EncodedPrompt, PromptBatch
@@ -111,6 +112,9 @@ class Stream:
             out: Tensor = block.module(self.hidden, **self._around(block), **self._own[block.index])
         return out + self.deepstack[block.index] if block.index < len(self.deepstack) else out
 
+    def _run_finite(self, block: Block) -> Tensor:
+        return require_finite_hidden(self.run(block), self.real, self.sequences, block.index)
+
     def _around(self, block: Block) -> dict[str, Any]:
         mask = self._masks[block.layer_type]
         return self._structure.arguments(block, self._positions, mask, self._rotary, None, self._lent)  # type: ignore[no-any-return]
@@ -123,7 +127,7 @@ class Stream:
             inputs[pair] = x if pair.startswith(EXPERTS) else x.view(*self.real.shape, -1)
 
         with observing([block], observe):
-            self.run(block)
+            self._run_finite(block)
         return inputs
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -132,7 +136,7 @@ class Stream:
 
     def advance(self, block: Block) -> None:
         """Run the block and go on to the next one."""
-        self.hidden = self.run(block)
+        self.hidden = self._run_finite(block)
 
     def led(self, dense: Stream, block: Block) -> None:
         """Run the block of the dense stream and go on there; the router of this stream is to decide as that one does."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from onptq.methods.guards import require_finite_error
 from onptq.methods.layerwise import Stream, observing
 from onptq.methods.linears import by_query_head, quantized_linears, replaced
 from onptq.methods.resume import BlockStore, keep, restore
@@ -48,7 +49,7 @@ def masquant(
     dense, quantized = ([Stream(policy, [prompt]) for prompt in prompts] for _ in "DQ")
     with policy.speaking("D"):
         for block in policy.gathered_blocks():
-            largest = advance_and_measure(dense, block)
+            largest = advance_and_measure(dense, quantized, block)
             if not restore(store, theta, block):
                 scales = {
                     pair: _initial_scales(block, pair, x_max)
@@ -75,12 +76,13 @@ def _train(
 ) -> None:
     """Train the scales of one block, by pair, and put their logarithms into theta, in place."""
     optimizer = torch.optim.AdamW([scale.requires_grad_() for scale in scales.values()], lr=RATE, weight_decay=0.0)
-    for _ in range(epochs):
-        for stream, target in zip(quantized, targets, strict=True):
+    for epoch in range(epochs):
+        for step, (stream, target) in enumerate(zip(quantized, targets, strict=True), epoch * len(quantized)):
             with torch.enable_grad():
                 theta.smoothing.update({pair_key(block, pair): scale.log() for pair, scale in scales.items()})
                 with replaced(block, quantized_linears(policy, theta, block, block.pairs)):
                     loss = balanced_error(stream.run(block), target, modality_of(stream))
+            require_finite_error(float(loss), f"layers.{block.index} at prompt {stream.sequences[0].ordinal}", step)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
@@ -102,8 +104,9 @@ def modality_of(stream: Stream) -> Tensor:
     return stream.sequences[0].modality.long()[None]
 
 
-def advance_and_measure(streams: Sequence[Stream], block: Block) -> dict[str, Tensor]:
-    """Take the dense streams through the block; return amax|x| over all tokens at each pair's consumers, [I]."""
+def advance_and_measure(dense: Sequence[Stream], quantized: Sequence[Stream], block: Block) -> dict[str, Tensor]:
+    """Take the dense streams through the block, whose router decides for the quantized ones, too; return amax|x| over all
+    tokens at each pair's consumers, [I]."""
     largest: dict[str, Tensor] = {}
 
     def observe(_: Block, pair: str, x: Tensor) -> None:
@@ -111,8 +114,8 @@ def advance_and_measure(streams: Sequence[Stream], block: Block) -> dict[str, Te
         largest[pair] = torch.maximum(largest[pair], x_max) if pair in largest else x_max
 
     with observing([block], observe, SMOOTHED):
-        for stream in streams:
-            stream.advance(block)
+        for stream, led in zip(dense, quantized, strict=True):
+            led.led(stream, block)
     return largest
 
 

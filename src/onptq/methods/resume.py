@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from onptq.methods.guards import require_finite_theta
+from onptq.methods.layerwise import Stream
 from onptq.models.structure import Block
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
 from onptq.run import Run
 
@@ -30,8 +33,11 @@ class BlockStore(Protocol):
 class RunStore:
     """The finished blocks of a run's base method, as files `init/BLOCK.safetensors`."""
 
-    def __init__(self, run: Run, device: torch.device, folder: str = FOLDER) -> None:
-        self._run, self._device, self._folder = run, device, folder
+    def __init__(
+        self, run: Run, device: torch.device, folder: str = FOLDER, *, codes: torch.device | None = None
+    ) -> None:
+        """`codes` is the device of settled codes, if it is another one."""
+        self._run, self._device, self._folder, self._codes = run, device, folder, codes
 
     @property
     def folder(self) -> Path:
@@ -44,14 +50,16 @@ class RunStore:
 
     def read(self, block: int) -> Theta | None:
         name = self._name(block)
-        return self._run.read(name, lambda path: Theta.load(path, self._device)) if self._run.has(name) else None
+        if not self._run.has(name):
+            return None
+        return self._run.read(name, lambda path: Theta.load(path, self._device, self._codes))
 
     def write(self, block: int, part: Theta) -> None:
         with self._run.writing(self._name(block)) as path:
             part.save(path)
 
     def within(self, stage: str) -> RunStore:
-        return RunStore(self._run, self._device, f"{self._folder}/{stage}")
+        return RunStore(self._run, self._device, f"{self._folder}/{stage}", codes=self._codes)
 
     def _name(self, block: int) -> str:
         return f"{self._folder}/{block}.safetensors"
@@ -84,6 +92,22 @@ def restore_all(store: BlockStore | None, theta: Theta, blocks: Sequence[Block])
 
 
 def keep(store: BlockStore | None, theta: Theta, block: Block) -> None:
-    """Store the part of a block that has just been fitted."""
+    """Store the part of a block that has just been fitted, which is finite."""
+    part = block_part(theta, block)
+    require_finite_theta(part)
     if store is not None:
-        store.write(block.index, block_part(theta, block))
+        store.write(block.index, part)
+
+
+def fitted_blocks(
+    policy: Policy, theta: Theta, streams: Sequence[Stream], store: BlockStore | None, advance: Callable[[int], None]
+) -> Iterator[Block]:
+    """The blocks that are not finished, in their order, for the caller to fit. Behind each block, its part of theta is stored
+    and the streams go on."""
+    for block in policy.gathered_blocks():
+        if not restore(store, theta, block):
+            yield block
+            keep(store, theta, block)
+            advance(1)
+        for stream in streams:
+            stream.advance(block)

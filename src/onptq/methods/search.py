@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from onptq.bank import Trajectory
-from onptq.engine.prefixes import whole_prompts
 from onptq.methods.experts import ROUTES, read_by, read_by_experts
+from onptq.methods.guards import require_finite_error, run_finite
 from onptq.methods.layerwise import answered_sequences, observing
 from onptq.methods.linears import by_query_head, dense_weight, quantized_input, rounded_weight
 from onptq.methods.resume import BlockStore, keep, restore, restore_all
 from onptq.methods.smoothquant import FLOOR, migrated, weight_maxima
-from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.encoding import EncodedPrompt
 from onptq.models.experts import observing_routes
 from onptq.models.structure import EXPERTS, Block
 from onptq.quantizer.policy import Policy
@@ -104,7 +104,7 @@ def sample_inputs(policy: Policy, sequences: Sequence[EncodedPrompt]) -> dict[in
     with observing(blocks, observe), routes, policy.speaking("D"):
         for sequence in sequences:
             sampled = torch.linspace(0, sequence.length - 1, min(share, sequence.length), device=policy.device).long()
-            policy.run(whole_prompts(PromptBatch.of([sequence])))
+            run_finite(policy, sequence)
     return {block: {pair: torch.cat(parts) for pair, parts in pairs.items()} for block, pairs in inputs.items()}
 
 
@@ -131,6 +131,7 @@ def _best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, input
             error += float(relative) * (len(out) / len(x))
         if error < least:
             best, least = u, error
+    require_finite_error(least, key)
     return best
 
 
@@ -158,6 +159,7 @@ def _best_ratio(policy: Policy, theta: Theta, block: Block, name: str, x: Tensor
         error = to_groups(error, full[:, :1], scheme.block_rows).sum((1, 2))
         better = error < least
         best, least = torch.where(better[:, None], log_ratio, best), torch.where(better, error, least)
+    require_finite_error(least, path)
     return best
 
 

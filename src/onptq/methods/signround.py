@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onptq import kernels
 from onptq.bank import Trajectory
+from onptq.methods.guards import not_finite
 from onptq.methods.layerwise import Stream, answered_sequences
 from onptq.methods.linears import dense_weight
 from onptq.methods.resume import BlockStore, keep, restore
@@ -118,7 +119,7 @@ class _Learner:
         self.least, self.best = math.inf, Theta()
 
     def learn(self, steps: int) -> None:
-        self._consider()
+        self._consider(0)
         linears = []
         for name, path in zip(self.names, self.paths, strict=True):
             weight, ratio = dense_weight(self.block, name), self.theta.linears[path].ratio
@@ -132,7 +133,7 @@ class _Learner:
                 queue = torch.randperm(len(self.streams), generator=order).tolist()
             self._descend(learned, queue.pop(), (1 - step / steps) / steps)
             if step + 1 in evaluated:
-                self._consider()
+                self._consider(step + 1)
         self.theta.linears.update(self.best.linears)
 
     def _descend(self, learned: Sequence[Tensor], index: int, rate: float) -> None:
@@ -145,9 +146,12 @@ class _Learner:
             if gradient is not None:  # of an expert without tokens
                 signed_step(parameter, gradient, rate, *bounds)
 
-    def _consider(self) -> None:
+    def _consider(self, step: int) -> None:
         """Remember the block's part of theta if its error over all prompts is the least so far."""
         errors = torch.stack([self._error(index) for index in range(len(self.streams))])
+        for stream, each in zip(self.streams, errors.isfinite().tolist(), strict=True):
+            if not each:
+                raise not_finite(f"errors of layers.{self.block.index} after step {step}", stream.sequences)
         error = float(errors.double().sum()) / self.tokens
         if error < self.least:
             self.least = error

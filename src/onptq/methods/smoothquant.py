@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onptq.engine.prefixes import whole_prompts
+from onptq.methods.guards import run_finite
 from onptq.methods.layerwise import observing
 from onptq.methods.linears import by_query_head, dense_weight
-from onptq.models.encoding import EncodedPrompt, PromptBatch
+from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
@@ -58,5 +58,5 @@ def input_maxima(policy: Policy, prompts: Sequence[EncodedPrompt]) -> dict[str, 
 
     with observing(policy.structure.blocks, observe, SMOOTHED), policy.speaking("D"):
         for prompt in prompts:
-            policy.run(whole_prompts(PromptBatch.of([prompt])))
+            run_finite(policy, prompt)
     return largest

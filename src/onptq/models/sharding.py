@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn import functional
 
 from onptq.errors import OnPTQError
 from onptq.models.structure import Block
@@ -51,6 +53,30 @@ def choose(requests: Iterable[Request], last: Request) -> Request:
     return min(forward) if forward else max(asked)
 
 
+class Part:
+    """This process's part of a tensor that nobody writes to. `whole` has no memory unless its block is gathered."""
+
+    def __init__(self, tensor: Tensor, ranks: Ranks, device: torch.device, *, offloaded: bool) -> None:
+        flat = tensor.flatten()
+        size = -(-len(flat) // ranks.size)
+        piece = flat[ranks.rank * size : (ranks.rank + 1) * size]
+        self.own = functional.pad(piece, (0, size - len(piece))).to("cpu" if offloaded else device, copy=True)
+        self._ranks = ranks
+        self._joined = torch.empty(ranks.size * size, dtype=flat.dtype, device=device)
+        self.whole = self._joined[: len(flat)].view(tensor.shape)
+        self.release()
+
+    def gather(self) -> None:
+        """Give `whole` its values; they count as no write."""
+        self._joined.untyped_storage().resize_(self._joined.nbytes)
+        own = self.own.to(self._joined.device, non_blocking=True)
+        with torch.no_grad(), _unsafe_preserve_version_counter(self._joined):
+            self._ranks.join_(self._joined, own)
+
+    def release(self) -> None:
+        self._joined.untyped_storage().resize_(0)
+
+
 class Shard(nn.Module):
     """A block for FSDP2, whose hooks are those of this module: it is never called, so they gather nothing by themselves."""
 
@@ -77,6 +103,8 @@ class ShardedBlocks:
                 fully_shard(shard, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
             self._shards.append(shard)
             self._gather_in_calls(block)
+        self._parts: list[list[Part]] = [[] for _ in blocks]  # gathered with their blocks
+        self._device = device
         self._users = [0] * len(blocks)  # of this process, one inside the other
         self._last = Request(-1)
         if ranks.size > 1:
@@ -85,7 +113,17 @@ class ShardedBlocks:
     @property
     def local_bytes(self) -> int:
         """The bytes of this process's parts."""
-        return sum(parameter.to_local().nbytes for shard in self._shards for parameter in shard.parameters())
+        own = sum(part.own.nbytes for parts in self._parts for part in parts)
+        return own + sum(int(p.to_local().nbytes) for shard in self._shards for p in shard.parameters())
+
+    def part(self, tensor: Tensor) -> Part:
+        """This process's part of a tensor that all have."""
+        return Part(tensor, self.ranks, self._device, offloaded=self.offloaded)
+
+    def carry(self, parts: Sequence[list[Part]]) -> None:
+        """Gather these parts, a list for each block, with their blocks from now on. Every process calls this."""
+        self.ranks.meet()  # no process is between two turns of the others
+        self._parts = list(parts)
 
     @contextmanager
     def gathered(self, block: int, *, back: bool = False) -> Iterator[None]:
@@ -112,7 +150,12 @@ class ShardedBlocks:
     def _give_back(self, block: int) -> None:
         self._users[block] -= 1
         if not self._users[block]:
-            self._shards[block].reshard()
+            self._release(block)
+
+    def _release(self, block: int) -> None:
+        self._shards[block].reshard()
+        for part in self._parts[block]:
+            part.release()
 
     def _turn(self, asked: int) -> Request | None:
         """The request that all processes serve now, None where no process has one. What was `asked` for stays whole."""
@@ -124,10 +167,12 @@ class ShardedBlocks:
         self._last = served = choose(requests, self._last)
         shard = self._shards[served.block]
         if self._users[served.block]:
-            shard.reshard()  # it is whole here, and the others need this process's part
+            self._release(served.block)  # it is whole here, and the others need this process's part
         with self.ranks.explained():
             try:
                 shard.unshard()
+                for part in self._parts[served.block]:
+                    part.gather()
             except (
                 torch.OutOfMemoryError
             ) as error:  # the others are in the middle of it, so nothing smaller can be tried
@@ -136,7 +181,7 @@ class ShardedBlocks:
                     "compute.batch_tokens, or a device with more memory"
                 ) from error
         if not self._users[served.block] and (asked == WAITING or Request.of(asked).block != served.block):
-            shard.reshard()
+            self._release(served.block)
         return served
 
     def _gather_in_calls(self, block: Block) -> None:

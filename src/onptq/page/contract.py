@@ -185,7 +185,8 @@ class Candidate:
     answers: Sequence[Answer | None] = ()  # one for every item
     responses: Sequence[Response | None] = ()  # one for every prompt
     plots: Sequence[Plot] = ()
-    aside: bool = False  # it answers other prompts than the other candidates do, and is no match for them
+    aside: bool = False  # a round, which answers other prompts than the other candidates do
+    selects: bool = False  # the round's update learns from critical states by their weights, not from every state alike
 
 
 @dataclass(frozen=True)

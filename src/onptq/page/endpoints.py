@@ -13,7 +13,6 @@ import numpy as np
 
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.evaluate.asked import Asked
 from onptq.evaluate.metrics import BEHAVIOUR, DAMAGE, PROMPTS
 from onptq.evaluate.statistics import Measure as Ratio
 from onptq.evaluate.statistics import Part, Resampler
@@ -23,6 +22,7 @@ from onptq.page.endpoint_states import Tokens, pieces_of, respond, spoken
 from onptq.page.media import Album
 from onptq.page.state_plots import first_forks
 from onptq.page.text import one_line
+from onptq.page.vega import thinned
 from onptq.page.verdict import verdict
 from onptq.page.worst import badness_of_prompt
 from onptq.progress import QuietReporter, Reporter
@@ -31,14 +31,18 @@ from onptq.version import __version__
 
 SCHEMES = ("http://", "https://")
 AT_ONCE = 8  # requests
-FIGURES = {"reworded": "%", "first_fork": "tokens"}
+ASKED_TWICE = 16  # prompts, so that it is known how often a server answers the same one in other words
+FIGURES = {"reworded": "%", "first_fork": "tokens", "noise_responses": "%"}
 LABELS = {**BEHAVIOUR, **DAMAGE}
 BOUNDS = (
     f"The servers give the {TOP_LOGPROBS} likeliest tokens of a state. Margins, erosion, JS and KL are taken over those that "
     "both models name, all others together, up to the first fork: true values are at least as large. Behind it the models see "
     "different texts, and only these can be compared."
 )
-NOISE = "A server under load may answer the same prompt differently; how often it does was not measured."
+NOISE = (
+    "Noise floor: {count} of the prompts were given to every quantized model a second time. Under load a server may differ from "
+    "itself more often."
+)
 TEXT_ALONE = "gives no log-probabilities: answers are compared as text alone, word by word."
 
 
@@ -112,6 +116,8 @@ def page_of_servers(
         for server, own in zip(servers, replies, strict=True)
         if any(reply.tokens is None and reply.text for reply in own)
     ]
+    twice = thinned(range(len(prompts)), ASKED_TWICE)
+    second = ask(servers[1:], [prompts[place] for place in twice], max_tokens, reporter, "Ask again")
     tokens, resampler = Tokens(), Resampler()
     read = [[pieces_of(reply, in_words=bool(silent)) for reply in own] for own in replies]
     said = [[spoken(*pair, tokens) for pair in zip(*each, strict=True)] for each in zip(replies, read, strict=True)]
@@ -119,10 +125,11 @@ def page_of_servers(
     for place, endpoint in enumerate(endpoints[1:], start=1):
         rows = zip(said[0], said[place], read[0], read[place], strict=True)
         responses = [respond(*row, tokens) for row in rows]
-        candidates.append(_candidate(endpoint, servers[place], responses, bool(silent), resampler))
+        differs = [replies[place][at].text != reply.text for at, reply in zip(twice, second[place - 1], strict=True)]
+        candidates.append(_candidate(endpoint, servers[place], responses, differs, bool(silent), resampler))
     album = Album()
     questions = [
-        _question(Asked.of_prompt(prompt), answer, album, badness_of_prompt(place, candidates))
+        _question(prompt, answer, album, badness_of_prompt(place, candidates))
         for place, (prompt, answer) in enumerate(zip(prompts, said[0], strict=True))
     ]
     others = names[1] if len(names) == 2 else f"{len(names) - 1} quantized models"
@@ -135,18 +142,27 @@ def page_of_servers(
         media=album.media(),
         tokens=tokens.texts(),
         measures={
-            name: Measure(LABELS[name].name, unit, LABELS[name].less_is_better) for name, unit in FIGURES.items()
+            name: Measure(LABELS[name].name, unit, LABELS[name].less_is_better, LABELS[name].noise)
+            for name, unit in FIGURES.items()
         },
-        notes=[*(f"{url} {TEXT_ALONE}" for url in silent), *([] if silent else [BOUNDS]), NOISE],
+        notes=[
+            *(f"{url} {TEXT_ALONE}" for url in silent),
+            *([] if silent else [BOUNDS]),
+            NOISE.format(count=len(twice)),
+        ],
         version=__version__,
     )
 
 
 def ask(
-    servers: Sequence[ChatServer], prompts: Sequence[Prompt], max_tokens: int, reporter: Reporter
+    servers: Sequence[ChatServer],
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    reporter: Reporter,
+    phase: str = "Ask",
 ) -> list[list[Reply]]:
-    """Every server's replies to all prompts. The first error ends it: what is not yet asked is not asked."""
-    with reporter.phase("Ask", total=len(servers) * len(prompts), unit="answers") as bar:
+    """Every server's replies to all prompts. The first error ends it, and no further request is sent."""
+    with reporter.phase(phase, total=len(servers) * len(prompts), unit="answers") as bar:
         pool = ThreadPoolExecutor(AT_ONCE)
         try:
             waiting = [
@@ -167,16 +183,25 @@ def ask(
 
 
 def _candidate(
-    endpoint: Endpoint, server: ChatServer, responses: Sequence[Response], in_words: bool, resampler: Resampler
+    endpoint: Endpoint,
+    server: ChatServer,
+    responses: Sequence[Response],
+    differs: Sequence[bool],
+    in_words: bool,
+    resampler: Resampler,
 ) -> Candidate:
+    """`differs`: of every prompt that was asked twice, whether the second answer has another text."""
     ones = np.ones(len(responses))
     changed = np.array([one.fork is not None for one in responses], np.float64)
     shared = np.array([len(one.answer.tokens or ()) if one.fork is None else one.fork for one in responses], np.float64)
-    measures = {"reworded": Ratio((Part(PROMPTS, changed, ones),), 100)}
+    measures = {
+        "reworded": Ratio((Part(PROMPTS, changed, ones),), 100),
+        "noise_responses": Ratio((Part("asked twice", np.array(differs, np.float64), np.ones(len(differs))),), 100),
+    }
     if not in_words:
         measures["first_fork"] = Ratio((Part(PROMPTS, shared, ones),))
     figures = {name: resampler.estimate(measure) for name, measure in measures.items()}
-    found = Candidate(
+    candidate = Candidate(
         endpoint.name,
         endpoint.name,
         f"{one_line(server.model)}, as {endpoint.url} serves it.",
@@ -184,8 +209,8 @@ def _candidate(
         {name: Figure(one.value, one.low, one.high) for name, one in figures.items()},
         responses=responses,
     )
-    plot = None if in_words else first_forks(found)
-    return replace(found, plots=() if plot is None else (plot,))
+    plot = None if in_words else first_forks(candidate)
+    return replace(candidate, plots=() if plot is None else (plot,))
 
 
 def _verdict_in_words(responses: Sequence[Response]) -> str:
@@ -197,8 +222,5 @@ def _verdict_in_words(responses: Sequence[Response]) -> str:
     )
 
 
-def _question(asked: Asked, dense: Answer, album: Album, badness: float) -> Question:
-    text = any(part["type"] == "text" for message in asked.messages for part in message["content"])
-    there = (("text", text), ("image", asked.images), ("audio", asked.audios))
-    kinds = [kind for kind, some in there if some]
-    return Question(asked.id, asked.task, kinds, album.turns(asked, badness), dense, asked.reference)
+def _question(prompt: Prompt, dense: Answer, album: Album, badness: float) -> Question:
+    return Question(prompt.id, prompt.task, prompt.kinds, album.turns(prompt, badness), dense, prompt.reference)

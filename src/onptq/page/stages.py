@@ -11,9 +11,8 @@ from onptq.bank import BANK, ROLLOUTS, Trajectory, read_trajectories
 from onptq.bank import States as Bank
 from onptq.cycle.rounds import DENSE_ANSWERS
 from onptq.evaluate.details import read_details, scored
-from onptq.evaluate.heldout_details import HELD_OUT_DETAILS, HELD_OUT_MISMATCHES
 from onptq.evaluate.model_card import HELD_OUT, HELD_OUT_ANSWERS, init_kept
-from onptq.evaluate.round_details import DETAILS_OF_ROUND
+from onptq.evaluate.run_details import DETAILS_OF_ROUND, HELD_OUT_DETAILS, HELD_OUT_MISMATCHES
 from onptq.page.contract import Kind
 from onptq.page.provenance import how_made
 from onptq.page.responses import Details, kinds
@@ -70,7 +69,9 @@ def stages_of(home: Path, recipe: Recipe) -> Iterable[Stage]:
     banks = [Visit.read(one / ROLLOUTS, one / BANK) for one in folders if (one / BANK).is_file()]
     for k, bank in enumerate(banks):
         whose = ", answered by the dense model" if recipe.follow.policy == "dense" else ""
-        how = f"The calibration prompts of round {k + 1}{whose}, with the states it selected."
+        learned = "states that it selected, by their weights" if recipe.selects else "every state alike"
+        learned = learned if recipe.calibrate.gamma else "prompt tokens alone"
+        how = f"The calibration prompts of round {k + 1}{whose}; its update learns from {learned}."
         details = home / DETAILS_OF_ROUND.format(k)
         kept = read_details(details) if details.is_file() else {}
         yield Stage(f"{ROUND}{k + 1}", how, bank, banks[k + 1 :], kept)
@@ -87,11 +88,11 @@ def _kinds_there(tokens: Sequence[int], other: Visit, prompt: int) -> list[Kind 
     if prompt not in other.trajectories or prompt not in other.rows:
         return [None] * len(tokens)
     theirs, there = other.trajectories[prompt].tokens, kinds(other.states.kind[other.rows[prompt]])
-    found: list[Kind | None] = []
+    column: list[Kind | None] = []
     for place in range(len(tokens)):
         same = place < len(there) and tokens[:place] == theirs[:place]
-        found.append(there[place] if same else None)
-    return found
+        column.append(there[place] if same else None)
+    return column
 
 
 def detailed(stage: Stage, home: Path) -> Stage:

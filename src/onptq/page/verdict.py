@@ -41,7 +41,11 @@ def _on_prompts(responses: Sequence[Response], resampler: Resampler) -> str:
     if changed == "0":
         return f"All {total} answers are worded as before."
     counts = {change: count(change) for change in WORDS}
-    parts = [f"{n} {_one(n, *WORDS[change][:2])} {WORDS[change][2]}" for change, n in counts.items() if n != "0"]
+    there = [(number, *WORDS[change]) for change, number in counts.items() if number != "0"]
+    parts = [f"{number} {_one(number, one, more)} {what}" for number, one, more, what in there]
+    if len(there) == 1:
+        [(number, one, more, what)] = there
+        parts = [f"{_one(number, f'it {one}', f'all {more}')} {what}"]
     return f"Of {total} answers {changed} {_one(changed, 'is', 'are')} worded differently: {', '.join(parts)}."
 
 

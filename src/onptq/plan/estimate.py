@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from onptq import methods
@@ -94,13 +94,27 @@ class Memory:
         """Whether theta^(0) has an entry for every weight."""
         return bool(self.work.prompts) and methods.accepts(self.work.recipe.init, "settled")
 
+    @property
+    def settled(self) -> int:
+        """What one process holds of settled codes: all, or its part and those of the gathered blocks."""
+        each = 1 if self.scheme.symmetric else 2
+        if self.layout == "whole":
+            return each * self.shapes.linears
+        part = 0 if self.layout == "offloaded" and self.on_gpu else ceil(self.shapes.linears / self.work.gpus)
+        return each * (part + WHOLE * self.shapes.block)
+
     def theta(self, copies: int = 1, updates: int = 1) -> Terms:
         """Theta's entries for every weight after so many updates: settled codes, which thetas share, or offsets."""
         codes = self.work.recipe.calibrate.codes
         if self.work.recipe.settles:
-            return {"theta's codes": self.shapes.linears * (1 if self.scheme.symmetric else 2)}
+            return {"theta's codes": self.settled}
         offsets = self.init_rounds or (self.work.banks and updates and codes == "learned")
         return {"rounding offsets": self.shapes.linears * WIDE * copies} if offsets else {}
+
+    @property
+    def whole_theta(self) -> Terms:
+        """Theta as files have it, and the host of the first process until its codes are split."""
+        return replace(self, layout="whole").theta()
 
     @property
     def files(self) -> int:
@@ -110,7 +124,7 @@ class Memory:
             recipe.settles and scheme.symmetric and scheme.weight_bits <= 4 and not scheme.weight_floats
         )  # 2 a byte
         scales = (1 + recipe.settles) * WIDE * self.shapes.scales
-        return (1 + recipe.rounds) * (scales + _total(self.theta()) // (1 + in_halves))
+        return (1 + recipe.rounds) * (scales + _total(self.whole_theta) // (1 + in_halves))
 
     def resident(self) -> Terms:
         """The model, encoded prompts within their budget, and one batch of them; DeepStack's features likewise."""

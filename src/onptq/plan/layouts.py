@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from onptq.checkpoint.source import Source
 from onptq.engine.budget import WHOLE, Budgets
+from onptq.engine.memory import free_memory, host_free
 from onptq.models.sharding import Layout
 from onptq.plan.estimate import Memory
 from onptq.plan.machine import Machine
 from onptq.plan.parts import Shapes, find_parts
 from onptq.plan.phases import CHANGES, THRIFTY, Phase, excess, run_phases
 from onptq.plan.work import Work, work_of
+from onptq.ranks import Ranks
 from onptq.recipe import Recipe
 from onptq.schemes import Scheme
 
@@ -89,3 +93,13 @@ def layout_of_run(source: Source, recipe: Recipe, prompts: int, holdout: int, ma
     shapes = find_parts(source, Scheme.parse(recipe.scheme)).shapes
     work = replace(work_of(recipe, source), prompts=prompts, holdout=holdout)
     return Model.of(source, shapes, work, machine).layout(recipe)
+
+
+def choose_layout(
+    source: Source, recipe: Recipe, prompts: int, holdout: int, ranks: Ranks, device: torch.device, dtype: torch.dtype
+) -> Layout:
+    """The layout of a run on this machine, the same on all ranks."""
+    free = min(ranks.gather(free_memory(device)))
+    host = host_free() if device.type == "cuda" else free
+    machine = Machine(str(device), "", dtype, free, host, gpus=ranks.size)
+    return ranks.lead(lambda: layout_of_run(source, recipe, prompts, holdout, machine))

@@ -54,6 +54,8 @@ def run_phases(memory: Memory) -> Iterator[Phase]:
         host = {"process": processes * GPU_PROCESS_BYTES}
         if memory.layout == "offloaded":
             host |= {"blocks": memory.blocks}
+            if memory.work.recipe.settles and name != "Load":
+                host |= memory.whole_theta
         if name == "Load" and memory.layout != "whole":  # pages of the files, which processes share
             host |= {"weights": memory.whole, "files being read": processes * memory.converted}
         elif name == "Load":  # models pass through the host
@@ -62,7 +64,7 @@ def run_phases(memory: Memory) -> Iterator[Phase]:
             if memory.layout == "whole":
                 host |= {"weights": memory.whole, "files being read": memory.converted, "packed weights": memory.packed}
         elif name == "Initialize" and memory.init_rounds:
-            host |= {f"{term}, being written": count for term, count in memory.theta().items()}
+            host |= {f"{term}, being written": count for term, count in memory.whole_theta.items()}
         yield Phase(name, terms | {"context": GPU_CONTEXT_BYTES}, host)
 
 

@@ -270,7 +270,7 @@ def _written(recipe: Recipe, parts: Parts, memory: Memory) -> int:
 
 def _rates(machine: Machine, shapes: Shapes, scheme: Scheme, keep: Held, settled: bool, layout: Layout) -> Rates:
     if machine.gpu is not None:
-        return datasheet_rates(machine.gpu, shapes, keep, layout, machine.gpus)
+        return datasheet_rates(machine.gpu, shapes, keep, layout, machine.gpus, settled)
     return probe_rates(shapes, scheme, keep, settled, torch.device(machine.device), machine.dtype)
 
 

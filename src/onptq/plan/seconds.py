@@ -61,18 +61,21 @@ class Rates:
     )
 
 
-def gathering(gpu: Gpu, shapes: Shapes, layout: Layout, gpus: int) -> float:
-    """Seconds until a block is whole on a GPU: what the others have of it, and their parts from their hosts."""
-    block = 2 * shapes.block
+def gathering(gpu: Gpu, shapes: Shapes, layout: Layout, gpus: int, settled: bool) -> float:
+    """Seconds until a block is whole on a GPU, with its settled codes: what the others have of it, and their parts from their
+    hosts."""
+    block = (2 + settled) * shapes.block
     received = 0.0 if layout == "whole" else block * (1 - 1 / gpus) / (SHARE_OF_LINK * gpu.link * 1e9)
     return received + (block / gpus / HOST_BYTES if layout == "offloaded" else 0.0)
 
 
-def datasheet_rates(gpu: Gpu, shapes: Shapes, keep: Held, layout: Layout = "whole", gpus: int = 1) -> Rates:
+def datasheet_rates(
+    gpu: Gpu, shapes: Shapes, keep: Held, layout: Layout = "whole", gpus: int = 1, settled: bool = False
+) -> Rates:
     """The rates of a GPU that is not here, in 16 bits. `keep` says what is held of Q's weights."""
     flops, bandwidth = SHARE_OF_PEAK * gpu.bf16 * 1e12, gpu.bandwidth * 1e9
     read = 2 * shapes.block / bandwidth
-    gathered = gathering(gpu, shapes, layout, gpus)
+    gathered = gathering(gpu, shapes, layout, gpus, settled)
     routed = shapes.active < shapes.block
     started = STARTED * (shapes.modules / len(LINEARS) if routed else 1)  # experts one after another
     replayed = started if routed or layout != "whole" else REPLAYED  # which experts is not known in advance

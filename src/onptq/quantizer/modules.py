@@ -152,7 +152,8 @@ class QuantLinear(nn.Module):
         grid = self.scheme, self.storage, self.tensor_scale
         tensor_scales = self.tensor_scale, self._input_scale(theta)
         if isinstance(linear, Settled):
-            codes = settled_codes(linear.levels, linear.scale, linear.ratio, *grid)
+            levels = linear.levels.to(linear.scale.device)
+            codes = settled_codes(levels, linear.scale, linear.ratio, *grid)
             return FoldedLinear(*codes, bias, *tensor_scales)
         weight = self._smoothed(theta)
         if self.scheme.quantizes_weights:
@@ -195,7 +196,7 @@ class QuantLinear(nn.Module):
         bias = None if bias is None else bias.to(dtype)
         if isinstance(linear, Settled):
             grid = self.storage, self.scheme, self.tensor_scale
-            return settled_linear(x, linear.levels, linear.scale, linear.ratio, bias, *grid)
+            return settled_linear(x, linear.levels.to(x.device), linear.scale, linear.ratio, bias, *grid)
         weight = fake_quantize_weight(
             self.weight,
             log_scales_in(theta, self.block, self.name),

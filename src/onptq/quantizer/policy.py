@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from onptq.errors import OnPTQError
 from onptq.models.language_model import LanguageModel, Side
-from onptq.models.sharding import ShardedBlocks
+from onptq.models.sharding import Part, ShardedBlocks
 from onptq.models.structure import Block, find_structure
 from onptq.quantizer.caches import QuantCache, check_cache
 from onptq.quantizer.folded import Folded
 from onptq.quantizer.mix import check_mix
 from onptq.quantizer.modules import Keep, Live, QuantFollower, QuantLinear, QuantNorm, Switch
 from onptq.quantizer.proof import prove
-from onptq.quantizer.theta import Free, Theta
+from onptq.quantizer.theta import Free, LinearTheta, Settled, Theta
 from onptq.ranks import Ranks
 from onptq.schemes import Scheme
 
@@ -36,6 +37,7 @@ class Policy(LanguageModel):
         check_cache(self.structure, scheme)
         check_mix(scheme, [block.path(name) for block in self.structure.blocks for name in block.linears])
         self.wrapped = tuple(self._wrap())
+        self._parts: dict[str, Part] = {}  # of settled codes, by path, where blocks are sharded
 
     @property
     def generation(self) -> tuple[int, int]:
@@ -81,11 +83,12 @@ class Policy(LanguageModel):
         """A context in which the block's weights can be read, also where they are sharded."""
         return nullcontext() if self.sharded is None else self.sharded.gathered(block.index)
 
-    def gathered_blocks(self) -> Iterator[Block]:
-        """Every block in turn; until the next one its weights can be read."""
+    def gathered_blocks(self, blocks: Collection[int] | None = None) -> Iterator[Block]:
+        """Every block in turn, or those alone; until the next one its weights can be read."""
         for block in self.structure.blocks:
-            with self.gathered(block):
-                yield block
+            if blocks is None or block.index in blocks:
+                with self.gathered(block):
+                    yield block
 
     # What changes Q: attach, freeze, release, and lent until it ends.
 
@@ -151,8 +154,33 @@ class Policy(LanguageModel):
         if not self.scheme.quantizes_weights:
             return theta.clone()
         smoothing = {key: u.detach().clone() for key, u in theta.smoothing.items()}
-        linears = {module.path: module.settle(theta) for module in self._gathered_linears()}
-        return Theta(smoothing, dict(linears), **theta.cloned_scales())
+        linears = ((module.path, module.settle(theta)) for module in self._gathered_linears())
+        return Theta(smoothing, self._split(linears), **theta.cloned_scales())
+
+    def load(self, path: Path) -> Theta:
+        """A stored theta for all processes; its settled codes are split as the blocks are."""
+        return self.split(Theta.load(path, self.device, self.resting))
+
+    def split(self, theta: Theta) -> Theta:
+        """The theta with its settled codes split as the blocks are. Every process calls this."""
+        if self.sharded is None or not theta.settled:
+            return theta
+        return Theta(theta.smoothing, self._split(theta.linears.items()), theta.inputs, theta.caches)
+
+    def whole(self, theta: Theta) -> Theta:
+        """The theta with whole codes, on the host where they are split."""
+        if not self._parts:
+            return theta
+        linears = dict(theta.linears)
+        for module in self._gathered_linears():
+            if isinstance(linear := linears[module.path], Settled):
+                linears[module.path] = Settled(linear.ratio, linear.levels.to("cpu", copy=True), linear.scale)
+        return Theta(theta.smoothing, linears, theta.inputs, theta.caches)
+
+    @property
+    def resting(self) -> torch.device | None:
+        """Where settled codes are until they are split; None where blocks and codes are whole."""
+        return None if self.sharded is None else torch.device("cpu")
 
     def settle_block(self, theta: Theta, block: Block) -> None:
         """Settle the codes of one block, in place."""
@@ -160,7 +188,9 @@ class Policy(LanguageModel):
             with self.gathered(block):
                 for module in self._linears():
                     if module.block is block:
-                        theta.linears[module.path] = module.settle(theta)
+                        theta.linears[module.path] = settled = module.settle(theta)
+                        if isinstance(settled, Settled) and self.resting is not None:
+                            settled.levels = settled.levels.to(self.resting)
 
     @torch.no_grad()
     def centre(self, theta: Theta) -> Theta:
@@ -178,17 +208,40 @@ class Policy(LanguageModel):
         for module in self._linears():
             module.drop_floats()
 
-    def folded(self) -> Iterator[tuple[str, Folded]]:
-        """Every folded piece with its name relative to the decoder, block by block, as the exporter takes them."""
-        for module in self._gathered():
+    def folded(self, blocks: Collection[int] | None = None) -> Iterator[tuple[str, Folded]]:
+        """The folded pieces with their names relative to the decoder, block by block, of all blocks or of those."""
+        for module in self._gathered(blocks):
             yield module.path, module.folded()
+
+    def _split(self, linears: Iterable[tuple[str, LinearTheta]]) -> dict[str, LinearTheta]:
+        """The linears with their settled codes as parts. All thetas of a run have the same codes, so they share them."""
+        if self.sharded is None:
+            return dict(linears)
+        split, parts = dict[str, LinearTheta](), dict[str, Part]()
+        for path, linear in linears:
+            split[path] = linear
+            if isinstance(linear, Settled):
+                new, old = self.sharded.part(linear.levels), self._parts.get(path)
+                parts[path] = part = old if old is not None and torch.equal(old.own, new.own) else new
+                split[path] = Settled(linear.ratio, part.whole, linear.scale)
+        if parts:
+            self._parts = parts
+            self.sharded.carry(
+                [
+                    [parts[path] for path in map(block.path, block.linears) if path in parts]
+                    for block in self.structure.blocks
+                ]
+            )
+        return split
 
     def _linears(self) -> Iterator[QuantLinear]:
         return (module for module in self.wrapped if isinstance(module, QuantLinear))
 
-    def _gathered(self) -> Iterator[QuantLinear | QuantNorm | QuantFollower | QuantCache]:
-        """Every wrapped module, block by block, each with its weight."""
-        for block in self.gathered_blocks():
+    def _gathered(
+        self, blocks: Collection[int] | None = None
+    ) -> Iterator[QuantLinear | QuantNorm | QuantFollower | QuantCache]:
+        """The wrapped modules of all blocks or of those, block by block, each with its weight."""
+        for block in self.gathered_blocks(blocks):
             yield from (module for module in self.wrapped if module.block is block)
 
     def _gathered_linears(self) -> Iterator[QuantLinear]:

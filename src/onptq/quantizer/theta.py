@@ -187,8 +187,12 @@ class Theta:
         return partial(save_file, {name: tensor.cpu() for name, tensor in _halved(self.tensors())})
 
     @classmethod
-    def load(cls, path: Path, device: torch.device | str = "cpu") -> Theta:
-        return cls.of_tensors(dict(_whole(load_file(path, device=str(device)))))
+    def load(cls, path: Path, device: torch.device | str = "cpu", codes: torch.device | str | None = None) -> Theta:
+        """The theta of a file, its settled codes on a device of their own if one is given."""
+        if codes is None:
+            return cls.of_tensors(dict(_whole(load_file(path, device=str(device)))))
+        tensors = _whole(load_file(path))
+        return cls.of_tensors({name: one.to(codes if name.startswith("levels/") else device) for name, one in tensors})
 
     def cloned_scales(self) -> dict[str, dict[str, Tensor]]:
         """Copies of the scales that belong to no linear, by the name of their field."""

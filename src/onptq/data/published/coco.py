@@ -53,7 +53,7 @@ def coco_prompts(captions: str, images: str, note: Callable[[str], None] = lambd
     require_all(
         lacking, len(known.ids), f"images are not in {folder}, as ID.jpg, train2017/ID.jpg or coco/train2017/ID.jpg"
     )
-    reader = Reader(file, frozenset({"text", "image"}))
+    reader = Reader(file, frozenset({"text", "image"}), roots=(folder,))
     prompts = []
     for ordinal, name in enumerate(known.ids):
         record = {"id": name, "image": str(paths[name]), "conversations": records[name].get("conversations")}

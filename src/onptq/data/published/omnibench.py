@@ -67,8 +67,8 @@ def _files(place: Path) -> list[Path]:
         return [place]
     # one format: a clone of the repository may hold the same rows in both
     for suffixes in ((".parquet",), JSONL_SUFFIXES):
-        if found := sorted(path for path in place.rglob("*") if path.suffix in suffixes):
-            return found
+        if files := sorted(path for path in place.rglob("*") if path.suffix in suffixes):
+            return files
     raise OnPTQError(f"{place} has no file that ends in {', '.join(SUFFIXES)}; {EXPECTED}")
 
 
@@ -77,7 +77,7 @@ def _read(rows: Mapping[int, tuple[Mapping[str, Any], Path, str]], media: Path |
     prompts, problems = [], []
     for index in range(COUNT):
         row, file, where = rows[index]
-        reader = readers.setdefault(file, Reader(file, None))
+        reader = readers.setdefault(file, Reader(file, None, roots=() if media is None else (media,)))
         try:
             prompts.append(replace(reader.read(_record(row, index, media or file.parent), index, where), extra={}))
         except OnPTQError as error:
