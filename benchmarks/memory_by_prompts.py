@@ -1,6 +1,6 @@
 """Memory and time of a whole run and of its page by the number of calibration prompts, on a small random model.
 
-    python benchmarks/memory_by_prompts.py [--prompts 128 1024 8192] [--tokens 64] [--json FILE] [--svg FILE]
+    python benchmarks/memory_by_prompts.py [--prompts 128 1024 8192] [--tokens 64] [--tiny] [--json FILE] [--svg FILE]
 
 Every number of prompts is a run of its own, in a process of its own, with an eighth of a GiB for caches; then a process makes
 the page of the run. A peak is the most that a process has held, Python and libraries included. Needs `onptq[figures]` for --svg.
@@ -24,6 +24,7 @@ from onptq.zoo.random import write_random
 
 HELD_OUT = 24
 MEBI = 2**20
+TINY = {"hidden": 64, "ffn": 128, "heads": 2, "kv_heads": 1, "vocab": 512}
 SIDES = ["the run", "its page"]
 COMMAND = (sys.executable, "-c", "from onptq.cli import main; main()")
 SETTINGS = {
@@ -43,24 +44,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 1024, 8192])
     parser.add_argument("--tokens", type=int, default=64, help="longest response")
+    parser.add_argument("--tiny", action="store_true", help="a model of 64 channels, for ten thousand prompts")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--svg", type=Path, help="draw the result here")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="onptq-memory-") as folder:
-        model = write_random(
-            "qwen2.5-vl",
-            Path(folder) / "model",
-            prompts=max(given.prompts) + HELD_OUT,
-            hidden=128,
-            ffn=256,
-            image_size=56,
-        )
-        runs = [measure(model, Path(folder) / str(count), count, given.tokens) for count in sorted(given.prompts)]
-    for run in runs:
-        print(
-            f"{run['prompts']:>8} prompts  {run['peak_bytes'] / MEBI:8.0f} MiB {run['seconds']:8.1f} s"
-            f"  page {run['page_peak_bytes'] / MEBI:8.0f} MiB {run['page_seconds']:8.1f} s"
-        )
+        size: dict[str, Any] = TINY if given.tiny else {"hidden": 128, "ffn": 256}
+        prompts = max(given.prompts) + HELD_OUT
+        model = write_random("qwen2.5-vl", Path(folder) / "model", prompts=prompts, image_size=56, **size)
+        runs = []
+        for count in sorted(given.prompts):
+            runs.append(run := measure(model, Path(folder) / str(count), count, given.tokens))
+            print(
+                f"{run['prompts']:>8} prompts  {run['peak_bytes'] / MEBI:8.0f} MiB {run['seconds']:8.1f} s"
+                f"  page {run['page_peak_bytes'] / MEBI:8.0f} MiB {run['page_seconds']:8.1f} s",
+                flush=True,
+            )
     result = {"tokens": given.tokens, "settings": SETTINGS, "runs": runs}
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -162,26 +162,39 @@ def _wenetspeech(split: str) -> Callable[[int], Iterator[Row]]:
 
 
 def _omni_bench(count: int) -> Iterator[Row]:
-    """Questions about a picture with four options, beside speech, and so many before them that calibrate."""
+    """Spoken questions about a picture with four options, and so many before them that calibrate."""
+    spoken = list(items(OMNI, "listen", "test", CALIBRATION + count))
+    answers = sorted({item.reference for item in spoken})
+    for number, item in enumerate(spoken):
+        wrong = [one for one in answers if one != item.reference][number % 5 :][:3]
+        options = [*wrong[: number % 4], item.reference, *wrong[number % 4 :]]
+        yield _omni_row(number, item, item, _question(item), options, item.reference)
+
+
+def _omni_bench_known(count: int) -> Iterator[Row]:
+    """Written questions about a picture with four options, beside speech: the embedded model gives letters to no others."""
     total = CALIBRATION + count
-    for number, (item, spoken) in enumerate(
-        zip(items(OMNI, "choice", "test", total), items(OMNI, "speech", "test", total), strict=True)
-    ):
+    pairs = zip(items(OMNI, "choice", "test", total), items(OMNI, "speech", "test", total), strict=True)
+    for number, (item, spoken) in enumerate(pairs):
         question, options = _choices(item)
-        yield {
-            "index": number,
-            "task type": "Object Identification and Description",
-            "audio type": "speech",
-            "question": question,
-            "audio content": spoken.reference,
-            "image content": "",
-            "audio": _audio(spoken),
-            "image": _image(item),
-            "audio_path": f"{number}.wav",
-            "image_path": f"{number}.png",
-            "answer": options[ord(item.reference) - ord("A")],
-            "options": options,
-        }
+        yield _omni_row(number, item, spoken, question, options, options[ord(item.reference) - ord("A")])
+
+
+def _omni_row(number: int, seen: Item, heard: Item, question: str, options: list[str], answer: str) -> Row:
+    return {
+        "index": number,
+        "task type": "Object Identification and Description",
+        "audio type": "speech",
+        "question": question,
+        "audio content": "",
+        "image content": "",
+        "audio": _audio(heard),
+        "image": _image(seen),
+        "audio_path": f"{number}.wav",
+        "image_path": f"{number}.png",
+        "answer": answer,
+        "options": options,
+    }
 
 
 PICTURE, SOUND = {"_type": "Image"}, {"_type": "Audio"}
@@ -197,6 +210,7 @@ TASKS: dict[str, tuple[Callable[[int], Iterator[Row]], dict[str, Row]]] = {
     "wenet_speech_test_net": (_wenetspeech("test"), AUDIO),
     "wenet_speech_test_meeting": (_wenetspeech("held-out"), AUDIO),
     "omni_bench": (_omni_bench, {**IMAGE, **AUDIO}),
+    "omni_bench_known": (_omni_bench_known, {**IMAGE, **AUDIO}),
 }
 
 

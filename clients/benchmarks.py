@@ -23,7 +23,7 @@ from typing import Any
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some CPUs announce AMX and then refuse bf16 products
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmark_data import write_benchmarks, write_text_task
+from benchmark_data import TASKS, write_benchmarks, write_text_task
 from served import serving
 
 import onptq
@@ -67,13 +67,14 @@ REPORTED: Mapping[str, Callable[[float, float], float]] = {
 
 
 def tasks_of(names: str, data: Path) -> list[Task]:
-    """The tasks, and after those that are in KNOWN the same in other words, on the same data."""
+    """The tasks, and after those that are in KNOWN the same in other words, on the same data or on their own."""
     tasks = find_tasks(names.split(","))
     for name, (origin, words, _) in KNOWN.items():
         task = next((one for one in tasks if one.name == origin), None)
         if task is not None and words is not None:
             tasks.append(replace(task, name=name, functions={**task.functions, "doc_to_text": words}))
-            shutil.copyfile(data / f"{origin}.parquet", data / f"{name}.parquet")
+            if name not in TASKS:
+                shutil.copyfile(data / f"{origin}.parquet", data / f"{name}.parquet")
     return tasks
 
 

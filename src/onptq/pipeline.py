@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from onptq import methods
-from onptq.check.degenerate import ADVICE, asked, check_on_degenerate, degenerate, held_out
+from onptq.check.degenerate import ADVICE, check_on_degenerate, degenerate, of_held_out, of_questions
 from onptq.check.graph import Graph, answer_graph, reload_and_check
 from onptq.check.job import Job, Manifest, check_job, check_settings
 from onptq.check.trial import Answer, ask, questions
@@ -25,7 +25,7 @@ from onptq.checkpoint.written import damage, record
 from onptq.cycle.expert_tokens import cold_warning
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle
-from onptq.data.calibration import Prompts, write_prompts
+from onptq.data.calibration import Prompts, write_run_prompts
 from onptq.engine.agreement import check_agreement
 from onptq.engine.budget import cached_bytes
 from onptq.engine.memory import free_memory, peak_memory
@@ -33,10 +33,9 @@ from onptq.engine.prompts import EncodedPrompts
 from onptq.errors import OnPTQError
 from onptq.evaluate.details import LIGHT, check_level
 from onptq.evaluate.guard import keep_better
-from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
 from onptq.evaluate.previews import keep_previews
-from onptq.evaluate.round_details import RoundDetails
+from onptq.evaluate.run_details import RoundDetails, keep_details
 from onptq.evaluate.run_figures import Figures, measure
 from onptq.evaluate.store import write_tokens
 from onptq.methods.resume import RunStore
@@ -142,7 +141,7 @@ def work(job: Job, run: Run, reporter: LoggedReporter, options: Options) -> dict
     theta = keep_better(cycle, theta, partial(read_init, policy, run))
     figures = measure(cycle, theta)
     dense = run.ranks.first_alone(lambda: try_result(job, cycle, figures, processor, options))
-    for side in SIDES:  # nobody is asked until the checkpoint is reloaded
+    for side in SIDES:  # nothing is run until the checkpoint is reloaded
         cycle.inputs.forget(side)
     policy.drop_floats()
     summary = describe(job, policy, figures) | {"checkpoint": export(job, policy, run, reporter)}
@@ -210,7 +209,7 @@ def encode_prompts(
         run.write_json(job.prompts.skipped, SKIPPED)
     if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
-            write_prompts(job.prompts, encoded.ids, path)
+            write_run_prompts(job.prompts, encoded.ids, path)
     if run.ranks.is_first:
         keep_previews(run, [*job.prompts.holdout, *job.prompts.calibration], detail)
     count = len(job.prompts.calibration)
@@ -261,7 +260,7 @@ def try_result(
         with policy.speaking(side):
             answers[side] = ask(policy.model, probes, processor.tokenizer, eos)
     responses = [] if figures.result is None else figures.result.trajectories
-    cases = [*asked(answers["D"], answers["Q"]), *held_out(figures.dense, responses, eos)]
+    cases = [*of_questions(answers["D"], answers["Q"]), *of_held_out(figures.dense, responses, eos)]
     if (broken := degenerate(cases)) is not None:
         if options.on_degenerate == "fail":
             raise OnPTQError(

@@ -11,7 +11,7 @@ import torch
 
 import onptq
 from onptq.bank import Trajectory
-from onptq.check.degenerate import Case, asked, check_on_degenerate, degenerate, held_out
+from onptq.check.degenerate import Case, check_on_degenerate, degenerate, of_held_out, of_questions
 from onptq.check.trial import STUCK, Answer
 from onptq.errors import OnPTQError
 from onptq.quantizer.modules import QuantNorm
@@ -38,17 +38,17 @@ def test_most_answers_must_be_sound_where_the_dense_models_are() -> None:
 
 
 def test_logits_that_are_not_finite_are_an_error_at_once() -> None:
-    assert [*asked([answer()], [answer("")])] == [Case("the question about image", None, "an empty answer")]
+    assert [*of_questions([answer()], [answer("")])] == [Case("the question about image", None, "an empty answer")]
     with pytest.raises(OnPTQError, match=r"gives logits that are not finite to the question about image.*--scheme"):
-        list(asked([answer()], [answer(finite=False)]))
-    list(asked([answer(finite=False)], [answer(finite=False)]))
+        list(of_questions([answer()], [answer(finite=False)]))
+    list(of_questions([answer(finite=False)], [answer(finite=False)]))
 
 
 def test_responses_are_faulty_where_they_are_empty_or_end_in_one_token() -> None:
     dense = [Trajectory(prompt, (5, 6, 2), True) for prompt in range(4)]
     responses = [(2,), (5, *[7] * STUCK), (*[7] * (STUCK - 1), 5), (5, *[7] * STUCK, 2)]
     quantized = [Trajectory(prompt, tokens, True) for prompt, tokens in enumerate(responses)]
-    faults = [case.quantized for case in held_out(dense, quantized, eos=[2])]
+    faults = [case.quantized for case in of_held_out(dense, quantized, eos=[2])]
     repeated = "one token over and over, of id 7"
     assert faults == ["an empty answer", repeated, None, repeated]
 

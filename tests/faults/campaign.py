@@ -44,11 +44,16 @@ class Campaign:
     folder: Path
     rng: random.Random
     jobs: dict[str, Job]
+    until: float = float("inf")  # of the monotonic clock, when no other trial begins
     references: dict[str, Reference] = field(default_factory=dict)
     tried: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)  # errors with a remedy that worked
     kills: Counter[str] = field(default_factory=Counter)  # by phase
     lost: list[str] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self.until
 
     def begin(self) -> None:
         """Run everything undisturbed first."""
@@ -62,6 +67,8 @@ class Campaign:
 
     def trial(self, fault: str, act: Callable[[Trial], str | None], job: str | None = None, count: int = 1) -> None:
         """Try one fault; the folder of a run that does not survive is kept."""
+        if self.over:
+            return
         name = job or self.rng.choice(sorted(self.jobs))
         out = self.folder / f"{fault.split(':')[0]} {self.tried.total()}" / "out"
         out.parent.mkdir(exist_ok=True)
@@ -132,7 +139,7 @@ def on_disk(campaign: Campaign, fault: str, act: Callable[[Trial, Path], str | N
 
 def run(campaign: Campaign, kills: int, damaged: int, others: int, wanted: int) -> None:
     campaign.begin()
-    while campaign.tried["SIGKILL"] < kills:
+    while campaign.tried["SIGKILL"] < kills and not campaign.over:
         campaign.trial("SIGKILL", lambda trial: disturbances.signals(trial, times=KILLS), count=0)
     for number in list(SIGNALS)[1:]:
         for _ in range(others):
@@ -153,6 +160,7 @@ def main() -> int:
     parser.add_argument("--others", type=int, help="trials of every other fault; by default a tenth of the kills")
     parser.add_argument("--recipes", type=int, default=len(RECIPES), help="how many of the recipes")
     parser.add_argument("--snapshots", type=int, default=4, help="interrupted runs of a recipe whose files are damaged")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other trial begins")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where to work; a temporary folder by default")
     given = parser.parse_args()
@@ -166,7 +174,7 @@ def main() -> int:
     )
     prepare(model)
     jobs = {name: Job(name, model, recipe) for name, recipe in list(RECIPES.items())[: given.recipes]}
-    campaign = Campaign(folder, random.Random(given.seed), jobs)
+    campaign = Campaign(folder, random.Random(given.seed), jobs, time.monotonic() + given.seconds)
     damaged = 2 * given.kills if given.damages is None else given.damages
     others = max(1, given.kills // 10) if given.others is None else given.others
     run(campaign, given.kills, damaged, others, given.snapshots)

@@ -49,18 +49,18 @@ class Job:
 
     def begin(self, out: Path, changed: Callable[[], None] = lambda: None) -> Attempt:
         """Fork a process that quantizes into `out`; `changed` is called in it first."""
-        told, tells = os.pipe()
-        said, says = os.pipe()
+        phases_pipe, phases_end = os.pipe()
+        output_pipe, output_end = os.pipe()
         child = os.fork()
         if child == 0:
-            os.close(told)
-            os.close(said)
-            os.dup2(says, 1)
-            os.dup2(says, 2)
-            os._exit(_run(self, out, _Telling(tells), changed))
-        os.close(tells)
-        os.close(says)
-        return Attempt(child, told, said)
+            os.close(phases_pipe)
+            os.close(output_pipe)
+            os.dup2(output_end, 1)
+            os.dup2(output_end, 2)
+            os._exit(_run(self, out, _Piped(phases_end), changed))
+        os.close(phases_end)
+        os.close(output_end)
+        return Attempt(child, phases_pipe, output_pipe)
 
     def finish(self, out: Path, changed: Callable[[], None] = lambda: None) -> Attempt:
         """An attempt that has ended by itself."""
@@ -74,8 +74,8 @@ class Attempt:
     """A process that works on a run, or that did."""
 
     pid: int
-    told: int  # where it tells its phases
-    said: int  # its output
+    phases_pipe: int  # where it phases_end its phases
+    output_pipe: int  # its output
     begun: float = field(default_factory=time.monotonic)
     phases: list[tuple[str, float]] = field(default_factory=list)  # and when they began, in seconds
     status: int | None = None  # exit code, or minus a signal
@@ -98,26 +98,26 @@ class Attempt:
         while self._listen():
             pass
         output = b""
-        while part := os.read(self.said, 1 << 16):
+        while part := os.read(self.output_pipe, 1 << 16):
             output += part
         self.message = output.decode(errors="replace").strip()
         self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        os.close(self.told)
-        os.close(self.said)
+        os.close(self.phases_pipe)
+        os.close(self.output_pipe)
         return self.status
 
     def _listen(self) -> bool:
         """Read the names of phases that have begun; False at the end of the process."""
-        ready = select.select([self.told], [], [], max(0.0, self.begun + LONGEST - time.monotonic()))[0]
+        ready = select.select([self.phases_pipe], [], [], max(0.0, self.begun + LONGEST - time.monotonic()))[0]
         if not ready:
             os.kill(self.pid, signal.SIGKILL)
             raise TimeoutError(f"an attempt took more than {LONGEST:g} s; its last phase: {self.phases[-1:]}")
-        text = os.read(self.told, 1 << 16).decode()
+        text = os.read(self.phases_pipe, 1 << 16).decode()
         self.phases += [(name, time.monotonic() - self.begun) for name in text.split("\n") if name]
         return bool(text)
 
 
-class _Telling(QuietReporter):
+class _Piped(QuietReporter):
     """Writes the name of every phase that begins to a pipe."""
 
     def __init__(self, pipe: int) -> None:

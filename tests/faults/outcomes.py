@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Times, and how often it was begun; the model card is text that users change.
-VARYING = {"run/log.jsonl", "run/summary.json", "run/SHA256SUMS", "run/.lock", "README.md"}
+# Times, and how often it was begun; the model card and its picture are no part of what works.
+VARYING = {"run/log.jsonl", "run/summary.json", "run/SHA256SUMS", "run/.lock", "README.md", "results.svg"}
 SLOW = ("seconds", "verification")  # of the summary: what times tell, and what is absent where it was not asked for
 
 

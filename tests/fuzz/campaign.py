@@ -25,26 +25,26 @@ from mutations import drawn, mutated
 from readers import READERS, readable
 
 BATCH = 100  # cases of one process
-TOLD = 3  # failures of a reader after which the next one has its turn
+MOST_FAILURES = 3  # failures of a reader after which the next one has its turn
 
 
 def fuzz(name: str, cases: int, seed: int, folder: Path) -> tuple[Counter[str], list[str]]:
-    """How many files were read and refused, and what went wrong with the others, whose bytes are kept in `folder`."""
+    """How many files were read and refused, and what went wrong with the others, whose bytes go to `folder`."""
     original = readable(name)
     counts: Counter[str] = Counter()
     troubles: list[str] = []
     done = 0
-    while done < cases and len(troubles) < TOLD:
+    while done < cases and len(troubles) < MOST_FAILURES:
         tally = folder / "tally"
         tally.write_text("")
 
         def work(case: Path, first: int = done, tally: Path = tally) -> None:
-            with tally.open("a") as file:
+            with tally.open("a") as outcomes:
                 for number in range(first, min(cases, first + BATCH)):
                     data = mutated(original, drawn(random.Random(f"{seed}/{name}/{number}")))
                     case.write_bytes(data)
-                    file.write(outcome(READERS[name].read, data) + "\n")
-                    file.flush()
+                    outcomes.write(outcome(READERS[name].read, data) + "\n")
+                    outcomes.flush()
 
         trouble, data = guarded(work)
         outcomes = tally.read_text().split()
@@ -53,9 +53,9 @@ def fuzz(name: str, cases: int, seed: int, folder: Path) -> tuple[Counter[str], 
         done += len(outcomes)
         if trouble is not None:
             counts[FAILED] += 1
-            kept = folder / f"{name.replace(' ', '-').replace('/', '-')}-{done}"
-            kept.write_bytes(data)
-            troubles.append(f"{kept}: {trouble.strip()}")
+            file = folder / f"{name.replace(' ', '-').replace('/', '-')}-{done}"
+            file.write_bytes(data)
+            troubles.append(f"{file}: {trouble.strip()}")
             print(f"FAILED {name}: {troubles[-1][-1500:]}", flush=True)
             done += 1
     return counts, troubles
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other reader begins")
     parser.add_argument("--readers", nargs="+", choices=list(READERS), default=list(READERS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where failing files are kept; a temporary folder by default")
+    parser.add_argument("--folder", type=Path, help="where failing files go; a temporary folder by default")
     parser.add_argument("--atheris", choices=list(READERS), metavar="NAME", help="fuzz this reader by coverage")
     parser.add_argument("arguments", nargs="*", help="of libFuzzer")
     given = parser.parse_args()

@@ -30,7 +30,7 @@ def check_on_degenerate(value: str) -> None:
         raise OnPTQError(f"--on-degenerate is {value!r}; expected {' or '.join(ON_DEGENERATE)}")
 
 
-def asked(dense: Sequence[Answer], quantized: Sequence[Answer]) -> Iterator[Case]:
+def of_questions(dense: Sequence[Answer], quantized: Sequence[Answer]) -> Iterator[Case]:
     """The built-in questions. Logits that are not finite are an error at once, unless the dense model's are not either."""
     for theirs, ours in zip(dense, quantized, strict=True):
         if theirs.finite and not ours.finite:
@@ -38,7 +38,7 @@ def asked(dense: Sequence[Answer], quantized: Sequence[Answer]) -> Iterator[Case
         yield Case(f"the question about {ours.modality}", theirs.fault, ours.fault)
 
 
-def held_out(dense: Sequence[Trajectory], quantized: Sequence[Trajectory], eos: Collection[int]) -> Iterator[Case]:
+def of_held_out(dense: Sequence[Trajectory], quantized: Sequence[Trajectory], eos: Collection[int]) -> Iterator[Case]:
     """The responses to held-out prompts."""
     theirs = {one.prompt: one.tokens for one in dense}
     for one in quantized:

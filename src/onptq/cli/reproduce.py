@@ -54,7 +54,7 @@ def run(
         str,
         typer.Option(
             metavar="quick|medium|full",
-            help="quick is a trial of minutes, medium takes about an hour; full has the paper's numbers of prompts.",
+            help="quick is a trial of minutes; full has the paper's numbers of prompts, medium about a third of them.",
         ),
     ] = "quick",
     seeds: Annotated[
