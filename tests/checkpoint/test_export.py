@@ -837,7 +837,7 @@ def test_a_failing_second_export_leaves_the_first_whole(sources, tmp_path):
 
 
 def test_a_write_that_fails_says_what_is_needed_and_leaves_nothing(sources, tmp_path):
-    out = tmp_path / "out"
+    source, out = sources("llama"), tmp_path / "out"
     (out / "onptq").mkdir(parents=True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))  # a real failure of write(2), as on a full disk
@@ -845,7 +845,7 @@ def test_a_write_that_fails_says_what_is_needed_and_leaves_nothing(sources, tmp_
         with pytest.raises(
             OnPTQError, match=r"cannot write the checkpoint to .*it needs \d.* [KM]iB, \d.* GiB are free"
         ):
-            export("llama", sources("llama"), out)
+            export("llama", source, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in out.iterdir()] == ["onptq"]
