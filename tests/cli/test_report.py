@@ -308,6 +308,9 @@ def test_every_picture_of_the_page_is_written(compared: Path, tmp_path: Path) ->
     assert {"size-damage.svg", "kl-percentiles.svg"} <= names
     assert f"Pictures: {len(names)} in {tmp_path / 'pictures'}" in done.stdout
     assert all((tmp_path / "pictures" / name).read_text().startswith("<svg") for name in names)
+    of_readme = Path(__file__).parents[2] / "docs/assets/kl-percentiles.svg"
+    for file in (tmp_path / "pictures/kl-percentiles.svg", of_readme):
+        assert {"KL of a state, nats", "p50", "p95", "p99"} <= set(re.findall(r">([^<>]+)</text>", file.read_text()))
 
 
 @pytest.mark.parametrize("texts", ["numbers", "answers", "prompts"])

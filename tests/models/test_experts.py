@@ -44,8 +44,11 @@ from onptq.methods.experts import LEAST_TOKENS
 from onptq.methods.gptq import gptq_on, greedy_codes
 from onptq.methods.layerwise import answered_sequences
 from onptq.methods.linears import dense_weight
+from onptq.methods.masquant import masquant
+from onptq.methods.mbq import mbq, smoothing_grid
 from onptq.methods.search import RATIOS, search_on
 from onptq.methods.signround import signround_on
+from onptq.methods.smoothquant import smoothquant
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.experts import OWN, Experts, linearize, observing_routes, routed
 from onptq.models.language_model import Side
@@ -395,7 +398,43 @@ def test_awq_smooths_between_up_and_down_by_the_tokens_of_the_expert(made: Calla
     assert all(theta.smoothing[f"layers.{layer}.norm_gate_up"].any() for layer in (0, 1))
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_mbq_weights_the_tokens_of_an_expert_by_their_modality(made: Callable[[str], Tiny]) -> None:
+    """The prompt's text counts nothing, so the tokens of the response alone choose the scales."""
+    policy = made("qwen3_moe").policy("W4A16")
+    prompts = made("qwen3_moe").encode(policy, 1)
+    responses = [Trajectory(prompts[0].ordinal, tuple(range(5, 45)), False)]
+    theta = mbq(policy, prompts, responses=responses)
+    (answered,) = answered_sequences(policy, prompts, responses)
+    block, name = policy.structure.blocks[0], f"{EXPERTS}1.down_proj"
+    routes: list[Tensor] = []
+    with observing_routes([block.module], lambda _, index: routes.append(index)):
+        x = read_by_expert(policy, answered, name, "D")
+    counts = torch.tensor([bool((row == 1).any()) for row in routes[0]]).nonzero()[:, 0] >= prompts[0].length
+    weight = dense_weight(block, name).double()
+
+    def error(u: Tensor) -> float:
+        scaled = weight * u.double().exp()
+        scale = (scaled.abs().amax(1, keepdim=True) * OFF_TIE / 7.5).to(torch.bfloat16).double()
+        rounded = (scaled / scale).round().clamp(-8, 7) * scale
+        return float(((x / u.double().exp()) @ rounded.T - x @ weight.T)[counts].abs().sum())
+
+    assert 0 < int(counts.sum()) < len(counts)
+    chosen = theta.smoothing[f"layers.0.{EXPERTS}1.up_down"]
+    assert error(chosen) <= 1.01 * min(error(u) for u in smoothing_grid(x.abs().mean(0), block, f"{EXPERTS}1.up_down"))
+
+
+def test_masquant_trains_what_a_norm_feeds_under_the_dense_models_routes(made: Callable[[str], Tiny]) -> None:
+    policy = made("qwen3_moe").policy("W4A8")
+    prompts = made("qwen3_moe").encode(policy, 2)
+    begun, smoothed_alone = masquant(policy, prompts, epochs=0), smoothquant(policy, prompts)
+    for key in ("layers.0.norm_qkv", "layers.0.norm_gate_up"):
+        assert torch.allclose(begun.smoothing[key], smoothed_alone.smoothing[key], rtol=1e-4, atol=1e-5)
+    trained = masquant(policy, prompts)
+    assert not torch.equal(trained.smoothing["layers.1.norm_gate_up"], begun.smoothing["layers.1.norm_gate_up"])
+    assert not any(u.any() for key, u in trained.smoothing.items() if EXPERTS in key), "down_proj is never smoothed"
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "mbq"])
 def test_experts_that_read_too_few_tokens_are_rounded_plainly(name: str, made: Callable[[str], Tiny]) -> None:
     policy = made("qwen3_moe").policy("W4A8")
     short = shortened(made("qwen3_moe").encode(policy, 1)[0], 1)
@@ -408,16 +447,17 @@ def test_experts_that_read_too_few_tokens_are_rounded_plainly(name: str, made: C
 
 def test_a_method_that_knows_no_experts_is_refused_before_any_weight_is_read(tmp_path: Path) -> None:
     folder = write_class("qwen3_moe", tmp_path / "model")
-    recipe = Recipe.preset("default", SHORT | {"init": "mbq"})
+    recipe = Recipe.preset("default", SHORT | {"init": "qig"})
     (folder / "model.safetensors").chmod(0o444)
     reason = (
-        r"mbq does not know experts, and Qwen3MoeForCausalLM has some in layers\.0\.mlp\.experts\.0\.gate_proj; "
-        r"expected one of rtn, smoothquant, awq, gptq, search, signround, smoothquant\+gptq, search\+gptq, search\+signround"
+        r"qig does not know experts, and Qwen3MoeForCausalLM has some in layers\.0\.mlp\.experts\.0\.gate_proj; "
+        r"expected one of rtn, smoothquant, awq, mbq, masquant, gptq, search, signround, smoothquant\+gptq, search\+gptq, "
+        r"search\+signround"
     )
     with pytest.raises(OnPTQError, match=reason):
         onptq.quantize(folder, tmp_path / "out", calibration=folder / "prompts.jsonl", recipe=recipe)
     with pytest.raises(OnPTQError, match=reason):
-        compare_models(folder, ["mbq:W4A8"], tmp_path / "report", prompts=[probe_prompt(frozenset({"text"}))])
+        compare_models(folder, ["qig:W4A8"], tmp_path / "report", prompts=[probe_prompt(frozenset({"text"}))])
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_a_step_that_was_computed_again_is_drawn_once(tmp_path: Path) -> None:
 
 def test_the_phases_of_all_rounds_are_added_up(tmp_path: Path) -> None:
     rows = data(plots.run_plots(write_run(tmp_path / "run"))[1])
-    seconds = {row["phase"]: row["seconds"] for row in rows}
+    seconds = {row["what"]: row["value"] for row in rows}
     assert seconds == {"Load": 1.0, "Follow": 5.0, "Follow held-out": 0.5, "Initialize": 0.25}
 
 

@@ -144,11 +144,11 @@ def linears_by_scheme(scheme: Scheme, linears: Sequence[str]) -> dict[Scheme, tu
     alike: dict[tuple[Scheme, tuple[str, ...]], list[str]] = {}
     for (one, name), its in layers.items():
         alike.setdefault((one, tuple(its)), []).append(name)
-    found: dict[Scheme, tuple[str, ...]] = {}
+    targets: dict[Scheme, tuple[str, ...]] = {}
     for (one, numbers), names in alike.items():
         ending = "|".join(map(re.escape, names))
-        found[one] = (*found.get(one, ()), rf"re:(?:.*\.)?layers\.(?:{'|'.join(numbers)})\.(?:{ending})$")
-    return found
+        targets[one] = (*targets.get(one, ()), rf"re:(?:.*\.)?layers\.(?:{'|'.join(numbers)})\.(?:{ending})$")
+    return targets
 
 
 def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from onptq.methods.linears import (
     replaced,
     tensor_scale,
 )
-from onptq.methods.resume import BlockStore, keep, restore
+from onptq.methods.resume import BlockStore, fitted_blocks
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import Block
 from onptq.quantizer.policy import Policy
@@ -56,13 +56,8 @@ def awq(
     theta = Theta.rtn(policy.structure.blocks, policy.scheme, policy.device)
     streams = open_streams(policy, answered_sequences(policy, prompts, responses))
     with policy.speaking("D"):
-        for block in policy.gathered_blocks():
-            if not restore(store, theta, block):
-                _fit(policy, theta, block, streams)
-                keep(store, theta, block)
-                advance(1)
-            for stream in streams:
-                stream.advance(block)
+        for block in fitted_blocks(policy, theta, streams, store, advance):
+            _fit(policy, theta, block, streams)
     return theta
 
 

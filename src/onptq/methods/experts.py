@@ -17,6 +17,8 @@ KNOWN = (  # methods that fit experts
     "rtn",
     "smoothquant",
     "awq",
+    "mbq",
+    "masquant",
     "gptq",
     "search",
     "signround",
@@ -24,6 +26,7 @@ KNOWN = (  # methods that fit experts
     "search+gptq",
     "search+signround",
 )
+BESIDE = "beside "
 ROUTES = "routes"  # among the inputs of a block: the experts [n, k] of every token
 LEAST_TOKENS = 8  # of an expert that is fitted; one with fewer keeps what it began with
 
@@ -54,9 +57,11 @@ def read_by_experts(block: Block, inputs: dict[str, Tensor]) -> dict[str, Tensor
     return inputs | added
 
 
-def inputs_of(stream: Stream, block: Block) -> dict[str, Tensor]:
+def inputs_of(stream: Stream, block: Block, beside: Tensor | None = None) -> dict[str, Tensor]:
     """The inputs [B, S, I] of each pair's consumers, from one run of the block. Those of an expert are the real tokens alone
-    that the router sends there, [1, n, I]: by its name what it reads, by its pair what its down_proj reads."""
+    that the router sends there, [1, n, I]: by its name what it reads, by its pair what its down_proj reads.
+
+    `beside` [B, S] has a value for each token; the values come back under BESIDE, followed by the name of an expert."""
     routes: dict[int, Tensor] = {}
     with observing_routes([block.module], routes.__setitem__):
         inputs = stream.inputs(block)
@@ -65,11 +70,13 @@ def inputs_of(stream: Stream, block: Block) -> dict[str, Tensor]:
     real, x = stream.real.flatten(), inputs["norm_gate_up"].flatten(0, 1)
     for number, (rows, _) in enumerate(by_expert(routes[0], len(block.experts))):
         name, kept = f"{EXPERTS}{number}", real[rows]
-        if bool(kept.any()):
-            inputs[name] = x[None, rows[kept]]
-            inputs[f"{name}.{UP_DOWN}"] = inputs[f"{name}.{UP_DOWN}"][:, kept]
-        else:
+        if not bool(kept.any()):
             inputs.pop(f"{name}.{UP_DOWN}", None)
+            continue
+        inputs[name] = x[None, rows[kept]]
+        inputs[f"{name}.{UP_DOWN}"] = inputs[f"{name}.{UP_DOWN}"][:, kept]
+        if beside is not None:
+            inputs[BESIDE + name] = beside.flatten()[None, rows[kept]]
     return inputs
 
 

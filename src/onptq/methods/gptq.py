@@ -19,7 +19,7 @@ from onptq.methods.experts import inputs_of, is_cold, read_by
 from onptq.methods.guards import require_finite_error
 from onptq.methods.layerwise import Stream, answered_sequences, open_streams
 from onptq.methods.linears import dense_weight, tensor_scale
-from onptq.methods.resume import BlockStore, keep, restore
+from onptq.methods.resume import BlockStore, fitted_blocks
 from onptq.models.encoding import EncodedPrompt
 from onptq.models.structure import EXPERTS, UP_DOWN, Block
 from onptq.quantizer.numerics import in_offsets, quantize_inputs, round_to_codes
@@ -70,15 +70,10 @@ def gptq_on(
     streams = open_streams(policy, sequences)
     with policy.lent(), policy.speaking("Q"):
         policy.attach(theta)
-        for block in policy.gathered_blocks():
-            if not restore(store, theta, block):
-                _fit(policy, theta, block, streams, act_order)
-                if settled:
-                    policy.settle_block(theta, block)
-                keep(store, theta, block)
-                advance(1)
-            for stream in streams:
-                stream.advance(block)
+        for block in fitted_blocks(policy, theta, streams, store, advance):
+            _fit(policy, theta, block, streams, act_order)
+            if settled:
+                policy.settle_block(theta, block)
     return theta
 
 

@@ -49,7 +49,7 @@ def masquant(
     dense, quantized = ([Stream(policy, [prompt]) for prompt in prompts] for _ in "DQ")
     with policy.speaking("D"):
         for block in policy.gathered_blocks():
-            largest = advance_and_measure(dense, block)
+            largest = advance_and_measure(dense, quantized, block)
             if not restore(store, theta, block):
                 scales = {
                     pair: _initial_scales(block, pair, x_max)
@@ -104,8 +104,9 @@ def modality_of(stream: Stream) -> Tensor:
     return stream.sequences[0].modality.long()[None]
 
 
-def advance_and_measure(streams: Sequence[Stream], block: Block) -> dict[str, Tensor]:
-    """Take the dense streams through the block; return amax|x| over all tokens at each pair's consumers, [I]."""
+def advance_and_measure(dense: Sequence[Stream], quantized: Sequence[Stream], block: Block) -> dict[str, Tensor]:
+    """Take the dense streams through the block, whose router decides for the quantized ones, too; return amax|x| over all
+    tokens at each pair's consumers, [I]."""
     largest: dict[str, Tensor] = {}
 
     def observe(_: Block, pair: str, x: Tensor) -> None:
@@ -113,8 +114,8 @@ def advance_and_measure(streams: Sequence[Stream], block: Block) -> dict[str, Te
         largest[pair] = torch.maximum(largest[pair], x_max) if pair in largest else x_max
 
     with observing([block], observe, SMOOTHED):
-        for stream in streams:
-            stream.advance(block)
+        for stream, led in zip(dense, quantized, strict=True):
+            led.led(stream, block)
     return largest
 
 

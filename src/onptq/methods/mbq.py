@@ -1,10 +1,10 @@
 """MBQ: smoothing by grid search, with an error that weights each modality by the sensitivity of the loss to it.
 
-Sensitivity is the mean absolute gradient of the response's cross-entropy at the output of o_proj (for the attention's pairs) and
-down_proj (for the MLP's). A layer's ratio of a modality to the response is floored at its median over the layers. The error of a
-candidate is (sum over response |d| + sum_m rho_m sum over m |d|) / tokens; the prompt's own text counts nothing. The original
-has vision and captions; here audio has a ratio of its own, computed the same way. Candidates are AWQ's: mean|x|^r for
-r = 0, 1/20, ..., 19/20. Rows have their full range.
+Sensitivity is the mean absolute gradient of the response's cross-entropy at the output of o_proj (for the attention's pairs)
+and down_proj, the MLP's (for its pairs and those of experts). A layer's ratio of a modality to the response is floored at its
+median over the layers. The error of a candidate is (sum over response |d| + sum_m rho_m sum over m |d|) / tokens; the
+prompt's own text counts nothing. The original has vision and captions; here audio has a ratio of its own, computed the same
+way. Candidates are AWQ's: mean|x|^r for r = 0, 1/20, ..., 19/20. Rows have their full range.
 
 Positions are the model's own (the original feeds plain ones), and v -> o is searched under GQA too, with one scale per KV channel
 (the original leaves it out).
@@ -22,13 +22,14 @@ from torch.nn.functional import cross_entropy
 from onptq.bank import Trajectory
 from onptq.engine.prefixes import whole_prompts
 from onptq.errors import OnPTQError
+from onptq.methods.experts import BESIDE, inputs_of, is_cold
 from onptq.methods.guards import not_finite, require_finite_error
 from onptq.methods.layerwise import INSTRUCTION, Answered, Stream, answer_prompts, open_streams
 from onptq.methods.linears import by_query_head, quantized_linears, replaced
-from onptq.methods.resume import BlockStore, keep, restore
+from onptq.methods.resume import BlockStore, fitted_blocks
 from onptq.models.encoding import EncodedPrompt, PromptBatch
 from onptq.models.family import AUDIO, IMAGE, TEXT
-from onptq.models.structure import Block
+from onptq.models.structure import UP_DOWN, Block
 from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
 
@@ -84,11 +85,10 @@ def output_gradients(policy: Policy, one: Answered) -> dict[str, list[Tensor]]:
     def hook(into: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         return lambda module, args, out: into.append(out)
 
-    hooks = [
-        block.child(block.consumers(pair)[0]).register_forward_hook(hook(outputs[name]))
-        for block in policy.structure.blocks
-        for pair, name in (("v_o", "o_proj"), ("up_down", "down_proj"))
-    ]
+    hooks = []
+    for block in policy.structure.blocks:
+        places = {"o_proj": block.child(block.consumers("v_o")[0]), "down_proj": block.module.get_submodule("mlp")}
+        hooks += [module.register_forward_hook(hook(outputs[name])) for name, module in places.items()]
     embeds = batch.embeds.detach().clone().requires_grad_()  # the weights are frozen, so the graph begins here
     try:
         with torch.enable_grad(), policy.speaking("D"):
@@ -110,7 +110,7 @@ class Case:
     """One stream's inputs of a pair, the target outputs, and the weight of every token's error."""
 
     stream: Stream
-    x: Tensor  # [B, S, I]
+    x: Tensor  # [B, S, I], of an expert [1, n, I]
     target: Tensor  # [B, S, O]
     weight: Tensor  # [B, S]
 
@@ -130,13 +130,8 @@ def balanced_search(
     dense = open_streams(policy, sequences)
     kinds = {one.sequence.ordinal: one.kinds for one in answered}
     with policy.speaking("D"):
-        for block in policy.gathered_blocks():
-            if not restore(store, theta, block):
-                _fit(policy, theta, block, ratios, kinds, dense)
-                keep(store, theta, block)
-                advance(1)
-            for stream in dense:
-                stream.advance(block)
+        for block in fitted_blocks(policy, theta, dense, store, advance):
+            _fit(policy, theta, block, ratios, kinds, dense)
     return theta
 
 
@@ -150,14 +145,27 @@ def _fit(
 ) -> None:
     """Search one block's smoothing, in place."""
     counted = sum(int((kind != INSTRUCTION).sum()) for kind in kinds.values())
-    inputs = [stream.inputs(block) for stream in streams]
+    weights = [
+        {
+            name: _token_weights(stream.pad(kinds, INSTRUCTION), ratios[name][block.index]) / counted
+            for name in ("o_proj", "down_proj")
+        }
+        for stream in streams
+    ]
+    inputs = [inputs_of(stream, block, weight["down_proj"]) for stream, weight in zip(streams, weights, strict=True)]
     for pair in (pair for pair in block.pairs if pair in block.producers):
-        rho = ratios[GRADIENTS_AT[pair]][block.index]
-        cases = []
-        for stream, x in zip(streams, inputs, strict=True):
-            weight = _token_weights(stream.pad(kinds, INSTRUCTION), rho) / counted
-            cases.append(Case(stream, x[pair], stream.unit(block, pair, x[pair]), weight))
-        theta.smoothing[pair_key(block, pair)] = best_smoothing(policy, theta, block, pair, cases)
+        cases = [
+            Case(
+                stream,
+                x[pair],
+                stream.unit(block, pair, x[pair]),
+                x.get(BESIDE + pair.removesuffix(f".{UP_DOWN}"), weight[GRADIENTS_AT.get(pair, "down_proj")]),
+            )
+            for stream, x, weight in zip(streams, inputs, weights, strict=True)
+            if pair in x
+        ]
+        if cases and not is_cold(pair, sum(len(case.stream.tokens(case.x)) for case in cases)):
+            theta.smoothing[pair_key(block, pair)] = best_smoothing(policy, theta, block, pair, cases)
 
 
 def _token_weights(kinds: Tensor, rho: Tensor) -> Tensor:
@@ -168,7 +176,7 @@ def best_smoothing(policy: Policy, theta: Theta, block: Block, pair: str, cases:
     """The candidate of least weighted absolute error; the first of equals, so plain rounding where nothing helps."""
     key = pair_key(block, pair)
     before, best, least = theta.smoothing[key], theta.smoothing[key], torch.inf
-    magnitude = torch.cat([case.x[case.stream.real].abs().float() for case in cases]).mean(0)
+    magnitude = torch.cat([case.stream.tokens(case.x).abs().float() for case in cases]).mean(0)
     for u in smoothing_grid(magnitude, block, pair):
         theta.smoothing[key] = u
         error = 0.0

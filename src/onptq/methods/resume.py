@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from onptq.methods.guards import require_finite_theta
+from onptq.methods.layerwise import Stream
 from onptq.models.structure import Block
+from onptq.quantizer.policy import Policy
 from onptq.quantizer.theta import Theta, pair_key
 from onptq.run import Run
 
@@ -95,3 +97,17 @@ def keep(store: BlockStore | None, theta: Theta, block: Block) -> None:
     require_finite_theta(part)
     if store is not None:
         store.write(block.index, part)
+
+
+def fitted_blocks(
+    policy: Policy, theta: Theta, streams: Sequence[Stream], store: BlockStore | None, advance: Callable[[int], None]
+) -> Iterator[Block]:
+    """The blocks that are not finished, in their order, for the caller to fit. Behind each block, its part of theta is stored
+    and the streams go on."""
+    for block in policy.gathered_blocks():
+        if not restore(store, theta, block):
+            yield block
+            keep(store, theta, block)
+            advance(1)
+        for stream in streams:
+            stream.advance(block)

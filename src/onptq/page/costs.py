@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +19,8 @@ GIGA = 1e9
 
 def cost_figures(seconds: float | None, peak_bytes: float | None) -> dict[str, Figure]:
     """Seconds and peak memory, where these are known."""
-    found = {"seconds": seconds, "peak": None if peak_bytes is None else peak_bytes / GIGA}
-    return {name: Figure(value) for name, value in found.items() if value is not None}
+    costs = {"seconds": seconds, "peak": None if peak_bytes is None else peak_bytes / GIGA}
+    return {name: Figure(value) for name, value in costs.items() if value is not None}
 
 
 def costs_of_run(home: Path) -> dict[str, Figure]:
@@ -35,6 +36,11 @@ def held_by_phase(log: Path) -> dict[str, float]:
         for event in events(log)
         if event.get("event") == "phase" and event.get("state") == "end" and event.get("peak_bytes")
     }
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a log is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def events(log: Path) -> Iterator[Mapping[str, Any]]:

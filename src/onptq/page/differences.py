@@ -82,16 +82,16 @@ def all_differences(page: Page) -> list[Differences]:
 
 def differences(page: Page, candidate: Candidate) -> Differences:
     """The changed answers of a candidate, worst first. A prompt and a graded item of one id are one example."""
-    found: dict[str, Difference | None] = {}
+    examples: dict[str, Difference | None] = {}
     for question, response in zip(page.prompts, candidate.responses, strict=False):
         if response is not None:
-            found[question.id] = _of_prompt(page, question, response)
+            examples[question.id] = _of_prompt(page, question, response)
     for question, answer in zip(page.items, candidate.answers, strict=False):
         if answer is not None:
-            found[question.id] = _of_item(page, question, answer, found.get(question.id))
-    changed = [one for one in found.values() if one is not None]
+            examples[question.id] = _of_item(page, question, answer, examples.get(question.id))
+    changed = [one for one in examples.values() if one is not None]
     changed.sort(key=lambda one: (ORDER.index(one.change), -one.weight, -(one.margin or 0.0)))
-    return Differences(candidate.name, candidate.title, candidate.verdict, len(found), changed)
+    return Differences(candidate.name, candidate.title, candidate.verdict, len(examples), changed)
 
 
 def to_json(page: Page) -> str:
@@ -131,7 +131,7 @@ def print_differences(console: Console, page: Page, top: int = TOP) -> None:
         console.print()
 
 
-def asked(page: Page, question: Question) -> str:
+def question_text(page: Page, question: Question) -> str:
     """The last turn of the user, with the names of its media in brackets."""
     turns = [turn for turn in question.turns if turn.role == "user"] or list(question.turns)
     parts = turns[-1].parts if turns else ()
@@ -155,10 +155,10 @@ def shared(text: str, other: str) -> int:
 def _of_prompt(page: Page, question: Question, response: Response) -> Difference | None:
     if response.change == "same":
         return None
-    found = Difference(
+    difference = Difference(
         question.id,
         question.task,
-        asked(page, question),
+        question_text(page, question),
         question.dense.text,
         response.answer.text,
         response.change,
@@ -167,14 +167,14 @@ def _of_prompt(page: Page, question: Question, response: Response) -> Difference
     )
     place, states = response.fork, response.states
     if place is None:
-        return found
+        return difference
     here = states is not None and place < len(states.reference)
     dense, own = _token(question.dense, place), _token(response.answer, place)
-    found = replace(found, dense_token=_text(page, dense), quantized_token=_text(page, own))
+    difference = replace(difference, dense_token=_text(page, dense), quantized_token=_text(page, own))
     if states is None or not here:
-        return found
+        return difference
     return replace(
-        found, margin=states.margin_dense[place], consequence=states.consequence[place], risk=states.risk[place]
+        difference, margin=states.margin_dense[place], consequence=states.consequence[place], risk=states.risk[place]
     )
 
 
@@ -192,7 +192,7 @@ def _of_item(page: Page, question: Question, answer: Answer, prompt: Difference 
         return prompt
     if prompt is None:
         prompt = Difference(
-            question.id, question.task, asked(page, question), was.text, now.text, change, question.reference
+            question.id, question.task, question_text(page, question), was.text, now.text, change, question.reference
         )
     return replace(prompt, change=min(change, prompt.change, key=ORDER.index))
 

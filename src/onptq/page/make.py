@@ -13,7 +13,6 @@ from onptq.files import atomically
 from onptq.files import to_json as as_json
 from onptq.page.collect import collect
 from onptq.page.contract import Page
-from onptq.page.cost_plots import cost_plots
 from onptq.page.differences import to_json, to_markdown
 from onptq.page.places import JSON, MARKDOWN, RECEIPT, Comparison, Place, beside, checkpoint_of, find, page_of
 from onptq.page.plots import candidate_plots, page_plots, run_plots
@@ -77,7 +76,7 @@ def with_plots(page: Page, places: Sequence[Place]) -> Page:
     """The page with all its pictures; those of a run where it is one run's page."""
     candidates = [replace(one, plots=[*candidate_plots(one, page), *one.plots]) for one in page.candidates]
     home = _run_of(places[0]) if len(places) == 1 else None
-    plots = [*page_plots(page), *cost_plots(page), *(run_plots(home) if home is not None else ())]
+    plots = [*page_plots(page), *(run_plots(home) if home is not None else ())]
     return replace(page, candidates=candidates, plots=plots)
 
 

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterable
 
 from onptq.data.prompts import Media as Source
-from onptq.evaluate.asked import Asked
+from onptq.data.prompts import Prompt
 from onptq.evaluate.previews import Modality, Preview, Previews, preview
 from onptq.page.contract import Media, MessagePart, Turn
 
@@ -24,11 +24,11 @@ class Album:
         self._sources: list[tuple[Modality, Source]] = []
         self._ranks: list[float] = []
 
-    def turns(self, asked: Asked, badness: float = 0.0) -> list[Turn]:
+    def turns(self, prompt: Prompt, badness: float = 0.0) -> list[Turn]:
         """The messages, with their media put into the album. The worse a question's answers, the earlier its media are kept."""
-        files: dict[Modality, Iterable[Source]] = {"image": iter(asked.images), "audio": iter(asked.audios)}
+        files: dict[Modality, Iterable[Source]] = {"image": iter(prompt.images), "audio": iter(prompt.audios)}
         turns = []
-        for message in asked.messages:
+        for message in prompt.messages:
             parts = []
             for part in message["content"]:
                 kind: Modality | None = part["type"] if part["type"] in files else None
@@ -54,10 +54,10 @@ class Album:
 
     def media(self) -> list[Media]:
         """All of them in their order; what the budget does not hold, or nobody can read, has a note instead."""
-        found: dict[int, Media] = {}
+        media: dict[int, Media] = {}
         for place in sorted(range(len(self._sources)), key=lambda place: (-self._ranks[place], place)):
-            found[place] = self._kept(*self._sources[place])
-        return [found[place] for place in range(len(found))]
+            media[place] = self._kept(*self._sources[place])
+        return [media[place] for place in range(len(media))]
 
     def _kept(self, kind: Modality, source: Source) -> Media:
         name = source.path.name if source.path is not None else f"{kind} {source.sha256[:8]}"

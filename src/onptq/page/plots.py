@@ -1,11 +1,10 @@
-"""Pictures of a whole page and of a run: size against damage, percentiles, loss terms, where time went.
+"""Pictures of a whole page and of a run: size against damage, percentiles, loss terms, time and memory.
 
 Every function returns a Vega-Lite specification with its own data, or None where there is nothing to show.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onptq.files import read_json
 from onptq.page.contract import Candidate, Figure, Page, Plot
-from onptq.page.costs import events, held_by_phase
+from onptq.page.cost_plots import candidate_costs, phase_costs
+from onptq.page.costs import events, is_number
 from onptq.page.state_plots import (
     around_the_fork,
     first_forks,
@@ -26,7 +25,6 @@ from onptq.page.state_plots import (
 )
 from onptq.page.text import visible
 from onptq.page.vega import (
-    BLUE,
     LEAST_KL,
     MOST,
     QUIET,
@@ -36,6 +34,7 @@ from onptq.page.vega import (
     coloured,
     dashed,
     floor_of,
+    large_unit,
     logarithmic,
     picture,
     quantity,
@@ -45,9 +44,8 @@ from onptq.page.vega import (
     whole,
     wide,
 )
-from onptq.run import LOG, SUMMARY
+from onptq.run import LOG
 
-GIGA, MEGA = 1e9, 1e6
 KL_TITLE = "mean KL, nats"
 PERCENTILE = re.compile(r"kl_p\d+")
 CHOSEN = "chosen"  # the parameter that a page sets to the candidate in view
@@ -55,13 +53,13 @@ MARKED = {"filled": False, "color": "#7a7a7a", "opacity": 1}
 FEW = 200  # points that are drawn as points
 NO_TERMS = ("time", "event", "round", "step", "gradient")  # of a step in the log
 NAMES = {"holdout": "held-out score"}
-PHASE = re.compile(r"\w+(?: held-out)?")  # "Follow 1" and "Follow 2" are both Follow
 
 
 def page_plots(page: Page) -> list[Plot]:
     """Pictures of all candidates side by side."""
     beside = replace(page, candidates=[one for one in page.candidates if not one.aside])
-    return _present(size_against_damage(beside), kl_percentiles(beside))
+    plots = _present(size_against_damage(beside), kl_percentiles(beside))
+    return [*plots, *candidate_costs(beside)]
 
 
 def candidate_plots(candidate: Candidate, page: Page) -> list[Plot]:
@@ -78,11 +76,7 @@ def candidate_plots(candidate: Candidate, page: Page) -> list[Plot]:
 
 def run_plots(home: Path) -> list[Plot]:
     """Pictures of how a run went, from its log and its summary."""
-    return _present(
-        loss_terms(_steps(home / LOG)),
-        seconds_by_phase(_seconds(home / SUMMARY)),
-        memory_by_phase(held_by_phase(home / LOG)),
-    )
+    return [*_present(loss_terms(_steps(home / LOG))), *phase_costs(home)]
 
 
 def size_against_damage(page: Page) -> Plot | None:
@@ -95,7 +89,7 @@ def size_against_damage(page: Page) -> Plot | None:
     if not measured:
         return None
     sizes, kls = [size for _, size, _, _ in measured], [kl for _, _, kl, _ in measured]
-    unit, scale = ("GB", GIGA) if max(*sizes, page.dense_bytes or 0) >= GIGA else ("MB", MEGA)
+    unit, scale = large_unit(max(*sizes, page.dense_bytes or 0))
     floor = min(kls) / 2 if wide(kls) else 0.0
     rows = [
         {"candidate": title, "size": size / scale, "kl": kl, **_ends(figure, kl, floor)}
@@ -140,8 +134,8 @@ def size_against_damage(page: Page) -> Plot | None:
 
 def kl_percentiles(page: Page) -> Plot | None:
     """Percentiles of the KL over all states, a row for each candidate."""
-    found = {name for one in page.candidates for name in one.figures if PERCENTILE.fullmatch(name)}
-    names = sorted(found, key=lambda name: int(name.removeprefix("kl_p")))
+    measured = {name for one in page.candidates for name in one.figures if PERCENTILE.fullmatch(name)}
+    names = sorted(measured, key=lambda name: int(name.removeprefix("kl_p")))
     rows = [
         {
             "candidate": one.title,
@@ -220,78 +214,14 @@ def loss_terms(steps: Sequence[Mapping[str, Any]]) -> Plot | None:
     return picture("loss-terms", "Loss over the steps", caption, body)
 
 
-def seconds_by_phase(seconds: Mapping[str, Any]) -> Plot | None:
-    """How long the phases of a run took, those of all rounds together."""
-    total: dict[str, float] = {}
-    for phase, took in seconds.items():
-        if is_number(took) and (found := PHASE.match(phase)):
-            total[found[0]] = total.get(found[0], 0.0) + took
-    everything = sum(total.values())
-    if not everything > 0:
-        return None
-    rows = [{"phase": phase, "seconds": took, "share": 100 * took / everything} for phase, took in total.items()]
-    body = {
-        "data": values(rows),
-        "height": {"step": ROW_HEIGHT},
-        "mark": {"type": "bar", "color": BLUE},
-        "encoding": {
-            "y": category("phase", sort=list(total)),
-            "x": quantity("seconds", "seconds"),
-            "tooltip": tips(("phase", "phase"), ("seconds", "seconds"), ("share", "% of all")),
-        },
-    }
-    longest = max(total, key=lambda phase: total[phase])
-    share = 100 * total[longest] / everything
-    caption = f"The run took {everything:,.1f} s, {share:.0f}% of it for {longest}. Rounds are taken together."
-    return picture("seconds", "Where the time went", caption, body)
-
-
-def memory_by_phase(held: Mapping[str, float]) -> Plot | None:
-    """The most memory that had been held when a phase ended; the phases of all rounds are taken together."""
-    most: dict[str, float] = {}
-    for phase, peak in held.items():
-        if found := PHASE.match(phase):
-            most[found[0]] = max(peak, most.get(found[0], 0.0))
-    if not most:
-        return None
-    unit, scale = ("GB", GIGA) if max(most.values()) >= GIGA else ("MB", MEGA)
-    rows = [{"phase": phase, "peak": peak / scale} for phase, peak in most.items()]
-    body = {
-        "data": values(rows),
-        "height": {"step": ROW_HEIGHT},
-        "mark": {"type": "bar", "color": BLUE},
-        "encoding": {
-            "y": category("phase", sort=list(most)),
-            "x": quantity("peak", f"{unit} held at most so far"),
-            "tooltip": tips(("phase", "phase"), ("peak", unit)),
-        },
-    }
-    highest = max(most.values())
-    first = next(phase for phase, peak in most.items() if peak == highest)
-    caption = f"{highest / scale:.3g} {unit} were held at most, first reached by the end of {first}."
-    return picture("memory", "Where the memory went", caption, body)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of a log is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _steps(log: Path) -> list[Mapping[str, Any]]:
     """The steps of a run's own update, in order; of one that was computed again, the later."""
-    found: dict[tuple[int, int], Mapping[str, Any]] = {}
+    steps: dict[tuple[int, int], Mapping[str, Any]] = {}
     for event in events(log):
         with suppress(ValueError, KeyError, TypeError):
             if event["event"] == "step" and "arm" not in event:
-                found[int(event["round"]), int(event["step"])] = event
-    return [found[key] for key in sorted(found)]
-
-
-def _seconds(summary: Path) -> Mapping[str, Any]:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        seconds = read_json(summary)["seconds"]
-        return seconds if isinstance(seconds, Mapping) else {}
-    return {}
+                steps[int(event["round"]), int(event["step"])] = event
+    return [steps[key] for key in sorted(steps)]
 
 
 def _tight(ends: Sequence[float], in_powers: bool) -> Row:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onptq.bank import Column, States
+from onptq.data.manifest import manifest_digest
+from onptq.data.prompts import Prompt
 from onptq.evaluate.candidates import DENSE
 from onptq.evaluate.model_card import HELD_OUT, init_kept
 from onptq.evaluate.store import COST, IDENTITY, STATES, THETA
 from onptq.files import read_json
+from onptq.page.contract import Candidate, Page
+from onptq.page.endpoints import Endpoint
 from onptq.page.places import Comparison, Place
 from onptq.plain_yaml import read_yaml
 from onptq.run import RECORD, SUMMARY, SUMS
+from onptq.version import __version__
 
 FORMAT = 1
 PERCENTILES = (50, 95, 99)
@@ -60,25 +67,45 @@ def distances(kl: Column) -> dict[str, Any]:
     }
 
 
+def receipt_of_servers(
+    page: Page, endpoints: Sequence[Endpoint], models: Sequence[str], prompts: Sequence[Prompt], max_tokens: int
+) -> Mapping[str, Any]:
+    """Addresses, what the servers call their models, the hash of the prompts, and of every candidate how far it is.
+
+    KL is that of the states up to the first fork, a lower bound. Noise is the share of answers with another text where a prompt
+    was asked twice."""
+    servers: list[dict[str, Any]] = [
+        {"name": one.name, "url": one.url, "model": model} for one, model in zip(endpoints, models, strict=True)
+    ]
+    return {
+        "format": FORMAT,
+        "model": servers[0],
+        "prompts": {"sha256": manifest_digest(prompts), "count": len(prompts)},
+        "max_tokens": max_tokens,
+        "versions": {"onptq": __version__, "python": platform.python_version()},
+        "candidates": [server | _server_figures(one) for server, one in zip(servers[1:], page.candidates, strict=True)],
+    }
+
+
 def _candidate(folder: Path) -> dict[str, Any]:
     identity, cost = read_json(folder / IDENTITY), read_json(folder / COST)
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "name": identity["name"],
         "identity": {k: v for k, v in identity.items() if k not in ("name", "recipe")},
     }
     theta = _sums(folder.parents[1]).get(str((folder / THETA).relative_to(folder.parents[1])))
     if theta is not None:
-        found["theta_sha256"] = theta
+        record["theta_sha256"] = theta
     states = folder / STATES
-    return found | {"bytes": cost.get("checkpoint_bytes")} | (figures(States.read(states)) if states.is_file() else {})
+    return record | {"bytes": cost.get("checkpoint_bytes")} | (figures(States.read(states)) if states.is_file() else {})
 
 
 def _result(home: Path) -> dict[str, Any]:
     """The checkpoint of a run, on its held-out prompts."""
     checkpoint = read_json(home / SUMMARY).get("checkpoint") or {}
     held_out = home / ("rounds/0" if init_kept(home) else "final") / HELD_OUT
-    found = {"name": "result", "sha256": checkpoint.get("sha256"), "bytes": checkpoint.get("bytes")}
-    return found | (figures(States.read(held_out)) if held_out.is_file() else {})
+    record = {"name": "result", "sha256": checkpoint.get("sha256"), "bytes": checkpoint.get("bytes")}
+    return record | (figures(States.read(held_out)) if held_out.is_file() else {})
 
 
 def _folders(home: Path) -> list[Path]:
@@ -95,3 +122,17 @@ def _sums(home: Path) -> dict[str, str]:
             digest, _, name = line.partition("  ")
             sums[name] = digest
     return sums
+
+
+def _server_figures(candidate: Candidate) -> dict[str, Any]:
+    responses = [one for one in candidate.responses if one is not None]
+    states = [one.states for one in responses if one.states is not None]
+    kl = np.array([value for one in states for value in one.kl])
+    same = [a == b for one in states for a, b in zip(one.quantized, one.reference, strict=True)]
+    again = candidate.figures["noise_responses"].value
+    counts: dict[str, Any] = {
+        "answers": len(responses),
+        "changed": sum(one.change != "same" for one in responses),
+        "noise": None if again is None else again / 100,
+    }
+    return counts | ({**distances(kl), "top_1_agreement": float(np.mean(same))} if states else {})

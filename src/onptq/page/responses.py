@@ -80,17 +80,17 @@ def words(text: str) -> list[str]:
 def state_columns(states: Bank, details: Details) -> States:
     """The states of one response."""
     keys = list(zip(states.prompt.tolist(), states.t.tolist(), strict=True))
-    found = [details.get(key) for key in keys]
+    own = [details.get(key) for key in keys]
     tokens = {name: getattr(states, name).tolist() for name in TEXT_COLUMNS}
     numbers = {name: getattr(states, name).tolist() for name in NUMBER_COLUMNS}
     return States(
         **tokens,
         **numbers,
         kind=kinds(states.kind),
-        consequence=_consequences(states, found),
+        consequence=_consequences(states, own),
         critical=states.critical.tolist(),
-        top=[None if one is None else Top(one.dense, one.quantized) for one in found],
-        futures=[_futures(one) for one in found],
+        top=[None if one is None else Top(one.dense, one.quantized) for one in own],
+        futures=[_futures(one) for one in own],
     )
 
 

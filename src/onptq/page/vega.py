@@ -137,6 +137,11 @@ def floor_of(kls: Sequence[float]) -> str:
     return f" Values below {LEAST_KL:g} are drawn there." if min(kls) < LEAST_KL else ""
 
 
+def large_unit(most_bytes: float) -> tuple[str, float]:
+    """The unit in which so many bytes are written, and how many bytes it has."""
+    return ("GB", 1e9) if most_bytes >= 1e9 else ("MB", 1e6)
+
+
 def can_draw() -> bool:
     """Whether the optional package that draws pictures as files is installed."""
     return find_spec("vl_convert") is not None
