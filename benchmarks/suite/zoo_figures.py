@@ -13,7 +13,7 @@ from pathlib import Path
 
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import find_source
-from onptq.evaluate.answers import Questions, answer
+from onptq.evaluate.answers import EncodedItems, answer
 from onptq.evaluate.tasks import Item
 from onptq.models.processing import PromptProcessor
 from onptq.zoo.suite import items, tasks_of
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = [item for task in tasks_of(family) for item in items(family, task, "test", SAMPLES)]
     policy = load_policy(source, "W16A16")
     processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
-    answers = [one.text for one in answer(Questions(policy, processor, chosen), "D")]
+    answers = [one.text for one in answer(EncodedItems(policy, processor, chosen), "D")]
     print("\n".join(_table(chosen, answers, args.out, family)))
     draw_curves(LOGS / f"{family}.jsonl", args.out / f"{family}-training.svg")
 

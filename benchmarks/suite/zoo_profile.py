@@ -27,7 +27,7 @@ from onptq.cycle.rounds import bank_figures
 from onptq.data.prompts import Prompt
 from onptq.engine.prefixes import Prefixes
 from onptq.engine.rollout import rollouts
-from onptq.evaluate.answers import Questions, answer
+from onptq.evaluate.answers import EncodedItems, answer
 from onptq.evaluate.scores import compare_answers, score
 from onptq.methods import run as run_method
 from onptq.models.encoding import EncodedPrompt, encode
@@ -61,7 +61,7 @@ def measure(
     for scheme in schemes:
         policy = load_policy(source, scheme, dtype="float32")
         encoded, unseen = (_encode(policy, processor, group) for group in (calibration, heldout))
-        questions = Questions(policy, processor, tested)
+        questions = EncodedItems(policy, processor, tested)
         if "dense" not in report:
             dense = answer(questions, "D")
             report["dense"] = confidence(policy, unseen) | {"scores": score(tested, dense).to_dict()}

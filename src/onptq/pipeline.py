@@ -25,7 +25,7 @@ from onptq.checkpoint.written import damage, record
 from onptq.cycle.expert_tokens import cold_warning
 from onptq.cycle.inputs import Inputs
 from onptq.cycle.rounds import Cycle
-from onptq.data.calibration import Prompts, write_prompts
+from onptq.data.calibration import Prompts, write_run_prompts
 from onptq.engine.agreement import check_agreement
 from onptq.engine.budget import cached_bytes
 from onptq.engine.memory import free_memory, peak_memory
@@ -33,10 +33,9 @@ from onptq.engine.prompts import EncodedPrompts
 from onptq.errors import OnPTQError
 from onptq.evaluate.details import LIGHT, check_level
 from onptq.evaluate.guard import keep_better
-from onptq.evaluate.heldout_details import keep_details
 from onptq.evaluate.model_card import read_provenance, read_results
 from onptq.evaluate.previews import keep_previews
-from onptq.evaluate.round_details import RoundDetails
+from onptq.evaluate.run_details import RoundDetails, keep_details
 from onptq.evaluate.run_figures import Figures, measure
 from onptq.evaluate.store import write_tokens
 from onptq.methods.resume import RunStore
@@ -210,7 +209,7 @@ def encode_prompts(
         run.write_json(job.prompts.skipped, SKIPPED)
     if len(encoded) and not run.has("prompts.parquet"):
         with run.writing("prompts.parquet") as path:
-            write_prompts(job.prompts, encoded.ids, path)
+            write_run_prompts(job.prompts, encoded.ids, path)
     if run.ranks.is_first:
         keep_previews(run, [*job.prompts.holdout, *job.prompts.calibration], detail)
     count = len(job.prompts.calibration)

@@ -534,7 +534,7 @@ def test_the_command_runs_a_suite_and_prints_where_its_tables_are(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["mian"], "unknown suite; expected one of main, controls, smoke"),
+        (["mian"], "unknown suite; expected one of main, controls, floats, smoke"),
         (["smoke", "--schemes", "W4A8,"], "--schemes 'W4A8,': expected names with commas"),
         (["smoke", "--schemes", "int4"], "unknown scheme 'int4'"),
         (["smoke", "--methods", "rnt"], "did you mean rtn?"),

@@ -379,6 +379,8 @@ EVERYWHERE = [
     *in_round(2),
     ("Follow held-out at the end", 1),
     ("Compare held-out at the end", 1),
+    ("Compare held-out on the init's responses", 1),
+    ("Compare the init on held-out", 1),
     ("Follow held-out of D", 1),
     ("Export", 0),
     ("Export", 1),

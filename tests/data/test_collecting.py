@@ -24,7 +24,7 @@ from onptq.data.expand import expand, expanded, image_prompt
 from onptq.data.image_folder import COPIED, LINKED, OTHER, image_prompts
 from onptq.data.manifest import load_manifest, manifest_digest, repeated
 from onptq.data.prompts import Media, Prompt
-from onptq.data.questions import QUESTIONS, asked, read_questions
+from onptq.data.questions import QUESTIONS, pair_with_questions, read_questions
 from onptq.errors import OnPTQError
 from onptq.recipe import DataConfig
 
@@ -144,7 +144,7 @@ def test_every_pair_of_image_and_question_comes_once_and_questions_are_shared_ou
     images: int, count: int, seed: int
 ) -> None:
     questions = [f"question {number}" for number in range(count)]
-    pairs = list(asked(images, questions, seed))
+    pairs = list(pair_with_questions(images, questions, seed))
     assert len(pairs) == len(set(pairs)) == images * count
     for turn in range(count):
         part = pairs[turn * images : (turn + 1) * images]

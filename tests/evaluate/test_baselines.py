@@ -133,7 +133,7 @@ def test_a_run_is_compared_with_dense_plain_rounding_and_the_static_control(
     texts = {}
     for name, model in report.models.items():
         rows = pq.read_table(home_of(result, name) / "answers.parquet").to_pylist()
-        assert list(rows[0]) == ["arm", "item", "task", "answer", "points", "total"]
+        assert list(rows[0]) == ["arm", "item", "task", "answer", "points", "total", "disagrees"]
         assert [row["item"] for row in rows] == [item.id for item in items]
         assert {row["arm"] for row in rows} == {name}
         for row in rows:

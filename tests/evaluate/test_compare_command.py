@@ -266,7 +266,8 @@ def test_the_report_on_disk_keeps_its_fields(compared: Any) -> None:
         "dense", "origin", "items", "prompts", "bootstrap", "all_paired", "labels", "models", "pairs",
     ]  # fmt: skip
     assert report["bootstrap"].keys() == {"replicates", "confidence", "seed", "method"}
-    assert report["labels"]["letter"].keys() == {"name", "less_is_better", "percent", "digits"}
+    labels = {"name", "less_is_better", "percent", "digits", "noise", "noise_at_most"}
+    assert report["labels"]["letter"].keys() == labels
     model = report["models"]["rtn:W4A8"]
     assert model.keys() == {
         "cost", "figures", "average_percent", "tasks", "flips", "changed_percent", "changed_percent_tasks",

@@ -16,7 +16,7 @@ from onptq.data.manifest import load_manifest
 from onptq.engine.prefixes import Prefixes
 from onptq.engine.rollout import rollout
 from onptq.errors import OnPTQError
-from onptq.evaluate.answers import Answer, Questions, answer, read_answers, write_answers
+from onptq.evaluate.answers import Answer, EncodedItems, answer, read_answers, write_answers
 from onptq.evaluate.metrics import labels, noise_of_answers
 from onptq.evaluate.scores import Flips, compare_answers, score
 from onptq.evaluate.statistics import Resampler
@@ -70,7 +70,7 @@ def naive_answer(policy: Policy, side: Side, processor: PromptProcessor, one: It
 def test_both_models_answer_as_one_who_prefills_every_token_anew(tiny: Callable[[str], Tiny], family: str) -> None:
     model = tiny(family)
     policy, items = quantized(model), items_of(model, [3, 5, 3, 5, 1])
-    questions = Questions(policy, model.processor, items, batch_tokens=200)
+    questions = EncodedItems(policy, model.processor, items, batch_tokens=200)
     sides: tuple[Side, Side] = ("D", "Q")
     answered = {side: answer(questions, side) for side in sides}
     for side, answers in answered.items():
@@ -89,7 +89,7 @@ def test_an_answer_ends_where_the_model_ends_it(tiny: Callable[[str], Tiny]) -> 
     for _ in range(3):
         tokens.append(int(next_logits(policy, "D", inputs, tokens).argmax()))
     policy.eos = frozenset({tokens[-1]})
-    ended = answer(Questions(policy, model.processor, items), "D")[1].text
+    ended = answer(EncodedItems(policy, model.processor, items), "D")[1].text
     assert free[1].startswith(ended)
     assert len(ended) < len(free[1])
 
@@ -110,7 +110,7 @@ def test_towers_run_once_for_many_items_and_prompts_once_per_model(
 
     monkeypatch.setattr(policy, "run", counted)
     advanced = list[int]()
-    questions = Questions(policy, model.processor, items, advance=advanced.append)
+    questions = EncodedItems(policy, model.processor, items, advance=advanced.append)
     assert sum(advanced) == len(items)
     assert all(one.prompt.images for one in items)
     for side in ("D", "Q"):
@@ -127,7 +127,7 @@ def test_an_answer_disagrees_where_one_forward_over_it_chooses_another_token(
     tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
-    questions = Questions(quantized(model), model.processor, items_of(model, [4, 4, 4]))
+    questions = EncodedItems(quantized(model), model.processor, items_of(model, [4, 4, 4]))
     assert [one.disagrees for one in answer(questions, "Q")] == [False, False, False]
 
     def with_another_token(group: Prefixes, index: int, side: Side) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_items_need_unique_ids_one_measure_per_task_and_room_in_the_context(tiny
     model = tiny("llama")
     [one] = items_of(model, [10**6])
     with pytest.raises(OnPTQError, match="more than the model's context"):
-        Questions(quantized(model), model.processor, [one])
+        EncodedItems(quantized(model), model.processor, [one])
 
 
 def test_answers_read_back_as_they_were_written(tmp_path: Path) -> None:

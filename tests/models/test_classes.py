@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ from onptq.checkpoint.load import load_model, load_policy
 from onptq.checkpoint.names import find_decoder
 from onptq.checkpoint.source import Source, find_source
 from onptq.cycle.branch import branch
-from onptq.cycle.compare import compare
+from onptq.cycle.compare import compare, head_fits
 from onptq.engine.agreement import check_agreement
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
+from onptq.evaluate.attribution import _margins
 from onptq.methods.linears import dense_weight
 from onptq.methods.rtn import rtn
 from onptq.models import family_of
@@ -205,6 +207,21 @@ def test_gradients_reach_keys_and_values_through_all_layers_that_borrow_them(len
         assert expected is not None, key
         assert again is not None, key
         assert torch.allclose(again, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max())), key
+
+
+def test_capped_logits_are_capped_in_every_measure(lending: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_policy(lending, "W4A16", device="cpu", dtype="float32")
+    hidden = 3 * torch.randn(4, policy.structure.width, generator=torch.Generator().manual_seed(0))
+    plain = policy.structure.head(policy.structure.decoder.norm(hidden))  # type: ignore[operator]
+    logits = policy.logits(hidden)
+    assert plain.abs().max() > 3
+    assert torch.allclose(logits, 3 * torch.tanh(plain / 3), atol=1e-6)
+    top = logits.topk(2).indices.numpy()
+    states: Any = SimpleNamespace(reference=top[:, 0], competitor=top[:, 1])
+    expected = logits.gather(-1, torch.from_numpy(top))
+    assert torch.allclose(_margins(policy, hidden, states), expected[:, 0] - expected[:, 1], atol=1e-5)
+    monkeypatch.setenv("ONPTQ_KERNELS", "on")
+    assert not head_fits(policy, hidden, hidden), "kernels know no cap"
 
 
 class Interrupted(QuietReporter):

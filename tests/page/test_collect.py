@@ -22,13 +22,12 @@ from onptq.data.manifest import load_manifest
 from onptq.data.prompts import Media, Prompt
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import read_answers
-from onptq.evaluate.asked import Asked
 from onptq.evaluate.candidates import folder_name
 from onptq.evaluate.comparison import compare_models
 from onptq.evaluate.damage import NEAR_TIE
 from onptq.evaluate.details import Detail, Future
 from onptq.evaluate.previews import PREVIEWS, SIDE
-from onptq.evaluate.round_details import weightiest
+from onptq.evaluate.run_details import weightiest
 from onptq.evaluate.statistics import Resampler
 from onptq.evaluate.store import TOKENS
 from onptq.evaluate.tasks import Item, exact
@@ -37,7 +36,7 @@ from onptq.page.collect import collect
 from onptq.page.contract import Answer, Page, Question, Response
 from onptq.page.make import gather
 from onptq.page.media import Album
-from onptq.page.older_runs import asked_from
+from onptq.page.older_runs import prompt_from
 from onptq.page.places import Comparison, RunAlone, find
 from onptq.page.receipt import receipt
 from onptq.page.responses import fork, respond, words
@@ -517,11 +516,11 @@ def test_flips_are_who_was_right() -> None:
 
 
 def test_media_of_the_worst_examples_are_kept_first() -> None:
-    def asked(color: str) -> Asked:
+    def asked(color: str) -> Prompt:
         buffer = io.BytesIO()
         Image.new("RGB", (2 * SIDE, SIDE), color).save(buffer, "png")
         source = Media(None, color, buffer.getvalue())
-        return Asked.of_prompt(Prompt(0, color, [{"role": "user", "content": [{"type": "image"}]}], (source,)))
+        return Prompt(0, color, [{"role": "user", "content": [{"type": "image"}]}], (source,))
 
     whole = Album()
     whole.turns(asked("red"))
@@ -586,11 +585,11 @@ def test_messages_are_read_back_from_the_tokens_that_went_into_the_model(
     for prompt in load_manifest(checkpoint.manifest):
         ids = checkpoint.processor(prompt).tensors["input_ids"][0].tolist()
         texts = TokenTexts.of(checkpoint.processor.tokenizer, ids)
-        asked = asked_from(ids, "id", 0, (prompt.images, prompt.audios), texts, placeholders)
+        read = prompt_from(ids, "id", 0, (prompt.images, prompt.audios), texts, placeholders)
         given = [[(p["type"], p.get("text")) for p in message["content"]] for message in prompt.messages]
-        found = [[(p["type"], p.get("text")) for p in message["content"]] for message in asked.messages]
+        found = [[(p["type"], p.get("text")) for p in message["content"]] for message in read.messages]
         assert found[-len(given) :] == given
-        assert [message["role"] for message in asked.messages][-len(given) :] == [m["role"] for m in prompt.messages]
+        assert [message["role"] for message in read.messages][-len(given) :] == [m["role"] for m in prompt.messages]
 
 
 def test_a_comparison_is_found_by_its_folder(compared: Path, tmp_path: Path) -> None:

@@ -121,10 +121,10 @@ def test_futures_are_those_of_naive_branches(
     futures = Futures(states, frozenset())
     found = branch(prefixes, trajectories, states, horizon=HORIZON, side=side, seen=futures.see)  # type: ignore[arg-type]
     rows = np.flatnonzero(states.candidates)
-    assert len(futures.found) == len(rows) > 3
+    assert len(futures.by_state) == len(rows) > 3
     for row in rows:
         state = int(states.prompt[row]), int(states.t[row])
-        fork, future = scenery.fork(*state, HORIZON, side), futures.found[state]  # type: ignore[arg-type]
+        fork, future = scenery.fork(*state, HORIZON, side), futures.by_state[state]  # type: ignore[arg-type]
         assert tuple(future.reference) == fork.reference[:HORIZON]
         assert tuple(future.competitor) == fork.competitor[:HORIZON]
         assert list(future.apart) == pytest.approx(list(fork.js[:HORIZON]), abs=1e-5)
@@ -144,7 +144,7 @@ def test_a_future_ends_with_the_token_that_ends_a_response() -> None:
     futures = Futures(some_states([MISMATCH]), frozenset({9}))
     tokens = np.array([[[1, 9, 7, 7], [2, 3, 9, 7]]])
     futures.see(np.array([0]), tokens, np.array([[0.5, 0.0, 0.0, 0.0]]))
-    assert futures.found == {(0, 1): Future([1, 9], [2, 3, 9], [0.5, 0.0, 0.0])}
+    assert futures.by_state == {(0, 1): Future([1, 9], [2, 3, 9], [0.5, 0.0, 0.0])}
 
 
 def some_states(kinds: list[int], erosion: float | list[float] = 0.0, js: float | list[float] = 0.0) -> States:

@@ -229,7 +229,7 @@ def test_cases_are_served_with_the_settings_of_their_kernels(clients: SimpleName
         {"VLLM_CPU_INT4_W4A8": "0"},
         {"VLLM_CPU_INT4_W4A8": "1"},
     ]
-    nvfp4, mix = cases["zoo-qwen2.5-vl-NVFP4"], cases["zoo-qwen3-vl-W4A16+mlp.down_proj~W8A8"]
+    nvfp4, mix = cases["zoo-qwen2.5-vl-NVFP4"], cases["zoo-qwen2.5-vl-W4A16+mlp.down_proj~W8A8"]
     assert (nvfp4.dtype(amx), nvfp4.limit(amx)) == ("float32", 0.06)
     assert nvfp4.environment == {"PYTHONPATH": str(CLIENTS / "emulated")}
     assert (mix.dtype(plain), mix.limit(plain)) == ("float16", 0.25)

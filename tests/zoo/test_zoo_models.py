@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import find_source
 from onptq.errors import OnPTQError
-from onptq.evaluate.answers import Questions, answer
+from onptq.evaluate.answers import EncodedItems, answer
 from onptq.models.processing import PromptProcessor
 from onptq.progress import QuietReporter
 from onptq.zoo.catalog import MODELS, locate
@@ -113,7 +113,7 @@ def test_plain_transformers_gives_the_same_answers(name):
     source = find_source(folder)
     policy = load_policy(source, "W16A16")
     processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
-    assert answers == [one.text for one in answer(Questions(policy, processor, questions), "D")]
+    assert answers == [one.text for one in answer(EncodedItems(policy, processor, questions), "D")]
 
 
 def image_inputs(folder, images):
@@ -143,7 +143,7 @@ def test_outliers_change_no_dense_answer(name, tmp_path, monkeypatch):
         source = find_source(model)
         processor = PromptProcessor.from_folder(source.folder, source.family, source.config)
         policy = load_policy(source, "W4A8")
-        answers.append([one.text for one in answer(Questions(policy, processor, questions), "D")])
+        answers.append([one.text for one in answer(EncodedItems(policy, processor, questions), "D")])
     assert answers[0] == answers[1]
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from onptq.checkpoint.load import load_policy
 from onptq.checkpoint.source import find_source
 from onptq.errors import OnPTQError
-from onptq.evaluate.answers import Answer, Questions, answer
+from onptq.evaluate.answers import Answer, EncodedItems, answer
 from onptq.evaluate.scores import TaskScore, score
 from onptq.evaluate.tasks import Item
 from onptq.models.processing import PromptProcessor
@@ -59,7 +59,7 @@ def examine(
     scores, kinds = {}, {}
     for task, group in groups.items():
         with reporter.phase(f"Encode {task}", total=len(group), unit="items") as bar:
-            questions = Questions(policy, processor, group, advance=bar.advance)
+            questions = EncodedItems(policy, processor, group, advance=bar.advance)
         with reporter.phase(f"Answer {task}", total=len(group), unit="items") as bar:
             given = answer(questions, "D", bar.advance)
         scores[task] = score(group, given).tasks[task]

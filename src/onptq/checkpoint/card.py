@@ -174,8 +174,8 @@ def _describe(base: BaseModel, scheme: Scheme) -> str:
         )
     cache = "The KV cache is not quantized."
     if scheme.cache_floats is not None:
-        kept = _numbers(scheme.cache_floats)
-        cache = f"The KV cache: {kept}, symmetric, one static scale for a layer's keys and one for its values."
+        numbers = _numbers(scheme.cache_floats)
+        cache = f"The KV cache: {numbers}, symmetric, one static scale for a layer's keys and one for its values."
     others = "".join(
         f"- `{pattern}`: {'not quantized' if one == UNQUANTIZED else f'in {one}'} instead.\n"
         for pattern, one in scheme.others

@@ -74,7 +74,6 @@ def write_checkpoint(
     )
     needed = output_bytes(source, scheme) + companion_bytes(source.folder)
     plan = plan_shards(source, scheme, max_shard_bytes)
-    replacing = _Replacing(source, scheme, folded)
 
     def write_shard(position: int) -> tuple[int, list[str], int]:
         with reported(out, needed), Shard(stage, position, header_room(_output_names(checkpoint, decoder))) as shard:
@@ -101,6 +100,7 @@ def write_checkpoint(
 
     with ExitStack() as staging:
         stage = Path(ranks.lead(lambda: str(staging.enter_context(staged(out, needed)))))
+        replacing = _Replacing(source, scheme, folded)  # draws the first part: not before there is room
         written = sorted(shard for shards in ranks.each(write_own) for shard in shards)
         ranks.lead(finish)
 
@@ -144,11 +144,11 @@ def linears_by_scheme(scheme: Scheme, linears: Sequence[str]) -> dict[Scheme, tu
     alike: dict[tuple[Scheme, tuple[str, ...]], list[str]] = {}
     for (one, name), its in layers.items():
         alike.setdefault((one, tuple(its)), []).append(name)
-    found: dict[Scheme, tuple[str, ...]] = {}
+    targets: dict[Scheme, tuple[str, ...]] = {}
     for (one, numbers), names in alike.items():
         ending = "|".join(map(re.escape, names))
-        found[one] = (*found.get(one, ()), rf"re:(?:.*\.)?layers\.(?:{'|'.join(numbers)})\.(?:{ending})$")
-    return found
+        targets[one] = (*targets.get(one, ()), rf"re:(?:.*\.)?layers\.(?:{'|'.join(numbers)})\.(?:{ending})$")
+    return targets
 
 
 def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def compare_servers(
     from onptq.run import HOME
 
     if manifest is None or embedded_kind(manifest) is not None:
-        raise OnPTQError("servers are asked your own prompts; expected --manifest PROMPTS, a .jsonl or .parquet file")
+        raise OnPTQError("servers answer your own prompts; expected --manifest PROMPTS, a .jsonl or .parquet file")
     folder = Path(f"{_place_name(dense)}-{ending}") if out is None else out
     if (folder / HOME).exists() or (folder.exists() and not folder.is_dir()):
         raise OnPTQError(f"{folder} holds something else than a comparison of servers: choose another --out")
@@ -74,7 +74,7 @@ def compare_servers(
         servers = [ChatServer(one.url, model=model, key=key, timeout=timeout) for one in endpoints]
         page = page_of_servers(endpoints, servers, loaded, max_tokens, f"prompts of {manifest.name}", reporter)
     except KeyboardInterrupt:
-        typer.echo("interrupted: answers of servers are not kept, the same command asks them again", err=True)
+        typer.echo("interrupted: no answer of a server was saved; the same command begins again", err=True)
         raise typer.Exit(130) from None
     models = [server.model for server in servers]
     deliver(page, folder / PAGE, receipt_of_servers(page, endpoints, models, loaded, max_tokens))

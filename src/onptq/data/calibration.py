@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from onptq.data.expand import added
 from onptq.data.manifest import SHOWN_ERRORS, load_manifest, repeated, without_repeats
-from onptq.data.prompts import Media, Prompt
+from onptq.data.prompt_table import prompt_columns
+from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 
 ON_BAD_PROMPT = ("fail", "skip")
@@ -143,12 +143,12 @@ def gather_prompts(
     duplicates += len(others) - len(held)
     chosen = in_order(stratified(unique, seed)[: sizes.prompts])
     both = set() if seed is None else {prompt.ordinal for prompt in repeated(held, chosen)}
-    kept = [prompt for prompt in held if prompt.ordinal not in both]
-    if held and not kept:
+    held_out = [prompt for prompt in held if prompt.ordinal not in both]
+    if held and not held_out:
         raise OnPTQError(f"all {len(held)} held-out prompts are calibration prompts too; expected others")
     given = len(candidates) + len(others)
-    more = _added(chosen, kept, sizes, seed)
-    return Prompts([*chosen, *more], kept, given, tuple(bad or ()), duplicates, len(both), from_file, len(more))
+    more = _added(chosen, held_out, sizes, seed)
+    return Prompts([*chosen, *more], held_out, given, tuple(bad or ()), duplicates, len(both), from_file, len(more))
 
 
 def _added(chosen: Sequence[Prompt], held: Sequence[Prompt], sizes: Sizes, seed: int | None) -> list[Prompt]:
@@ -202,27 +202,8 @@ def stratified(prompts: Sequence[Prompt], seed: int | None) -> list[Prompt]:
     return [prompt for *_, prompt in sorted(placed, key=lambda entry: entry[:2])]
 
 
-def write_prompts(prompts: Prompts, input_ids: Sequence[Sequence[int]], path: Path) -> None:
-    """Write `prompts.parquet`: of every prompt its tokens, what it was made from, and its media by path and hash, or embedded."""
-    media = pa.list_(pa.struct([("path", pa.string()), ("sha256", pa.string()), ("bytes", pa.binary())]))
+def write_run_prompts(prompts: Prompts, input_ids: Sequence[Sequence[int]], path: Path) -> None:
+    """Write `prompts.parquet`: of every prompt its tokens, what it was made from, and its media."""
     roles = ["calibration"] * len(prompts.calibration) + ["holdout"] * len(prompts.holdout)
-    columns = {
-        "ordinal": pa.array([prompt.ordinal for prompt in prompts.every], pa.int32()),
-        "id": pa.array([prompt.id for prompt in prompts.every], pa.string()),
-        "role": pa.array(roles, pa.string()),
-        "input_ids": pa.array(list(input_ids), pa.list_(pa.int32())),
-        "images": pa.array([[_media_row(one) for one in prompt.images] for prompt in prompts.every], media),
-        "audios": pa.array([[_media_row(one) for one in prompt.audios] for prompt in prompts.every], media),
-        "task": pa.array([prompt.task for prompt in prompts.every], pa.string()),
-        "messages": pa.array([_messages(prompt) for prompt in prompts.every], pa.string()),
-        "reference": pa.array([prompt.reference for prompt in prompts.every], pa.string()),
-    }
-    pq.write_table(pa.table(columns), path)
-
-
-def _messages(prompt: Prompt) -> str:
-    return json.dumps([dict(message) for message in prompt.messages])
-
-
-def _media_row(media: Media) -> dict[str, Any]:
-    return {"path": None if media.path is None else str(media.path), "sha256": media.sha256, "bytes": media.data}
+    tokens = {"role": pa.array(roles, pa.string()), "input_ids": pa.array(list(input_ids), pa.list_(pa.int32()))}
+    pq.write_table(pa.table(prompt_columns(prompts.every) | tokens), path)

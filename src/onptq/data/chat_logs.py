@@ -21,7 +21,7 @@ EXPECTED = "expected records with `messages`, `conversations`, `text` or `prompt
 
 def chat_prompts(files: Sequence[Path], every_turn: bool = False, reporter: Reporter | None = None) -> Collected:
     """The conversations of all files, up to the user's last turn; with `every_turn` up to each of them."""
-    found: list[Prompt | LeftOut] = []
+    entries: list[Prompt | LeftOut] = []
     count = 0
     with (reporter or QuietReporter()).phase("Read chats", unit="chats") as bar:
         for file in files:
@@ -31,11 +31,11 @@ def chat_prompts(files: Sequence[Path], every_turn: bool = False, reporter: Repo
                 count += 1
                 try:
                     prompt = _read(reader, raw, f"{file.stem}-{number}", place)
-                    found += turns(prompt) if every_turn else [prompt]
+                    entries += turns(prompt) if every_turn else [prompt]
                 except OnPTQError as error:
-                    found.append(LeftOut.because(error, f"{file} {place}"))
+                    entries.append(LeftOut.because(error, f"{file} {place}"))
     read = f"{count} records of {', '.join(map(str, files))}"
-    return collect(read, found, f"no prompt was found that can be used: {EXPECTED}")
+    return collect(read, entries, f"no prompt was found that can be used: {EXPECTED}")
 
 
 def turns(prompt: Prompt) -> Iterator[Prompt]:

@@ -51,14 +51,14 @@ class Collected:
                 yield "          ..."
 
 
-def collect(read: str, found: Iterable[Prompt | LeftOut], nothing: str) -> Collected:
-    """What was found, no content twice. `nothing` is the error where there is no prompt at all."""
-    everything = list(found)
+def collect(read: str, entries: Iterable[Prompt | LeftOut], nothing: str) -> Collected:
+    """The prompts among the entries, no content twice. `nothing` is the error where there is no prompt at all."""
+    everything = list(entries)
     prompts = [one for one in everything if isinstance(one, Prompt)]
     left_out = [one for one in everything if isinstance(one, LeftOut)]
     unique = without_repeats(replace(prompt, ordinal=index) for index, prompt in enumerate(prompts))
-    kept = {prompt.ordinal for prompt in unique}
-    left_out += [LeftOut(REPEATED, one.place) for index, one in enumerate(prompts) if index not in kept]
+    ordinals = {prompt.ordinal for prompt in unique}
+    left_out += [LeftOut(REPEATED, one.place) for index, one in enumerate(prompts) if index not in ordinals]
     collected = Collected(read, list(_numbered(unique)), left_out)
     if not prompts:
         raise OnPTQError("\n".join((nothing, f"read {read}", *collected.describe_left_out())))

@@ -10,7 +10,7 @@ from pathlib import Path
 from onptq.data.collected import Collected, collect
 from onptq.data.manifest import load_manifest, repeated
 from onptq.data.prompts import Media, Prompt
-from onptq.data.questions import QUESTIONS, asked
+from onptq.data.questions import QUESTIONS, pair_with_questions
 from onptq.errors import OnPTQError
 
 
@@ -28,7 +28,7 @@ def expand(prompts: Sequence[Prompt], wanted: int, seed: int, questions: Sequenc
     expanded = list(prompts)
     ordinal = max((prompt.ordinal for prompt in prompts), default=-1)
     distinct = list(images.values())
-    for place, question in asked(len(distinct), questions, seed):
+    for place, question in pair_with_questions(len(distinct), questions, seed):
         if len(expanded) >= wanted:
             break
         image, origin = distinct[place]

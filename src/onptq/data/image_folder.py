@@ -13,7 +13,7 @@ from onptq.data.expand import image_prompt
 from onptq.data.manifest import check_media
 from onptq.data.media import FORMATS, read_file
 from onptq.data.prompts import Media, Prompt
-from onptq.data.questions import QUESTIONS, asked
+from onptq.data.questions import QUESTIONS, pair_with_questions
 from onptq.errors import OnPTQError
 from onptq.progress import QuietReporter, Reporter
 
@@ -40,9 +40,9 @@ def image_prompts(
     left_out: list[LeftOut] = []
     count = 0
     with (reporter or QuietReporter()).phase("Read images", unit="files") as bar:
-        for found in _files(folder):
+        for entry in _files(folder):
             bar.advance()
-            image = found if isinstance(found, LeftOut) else _read(found)
+            image = entry if isinstance(entry, LeftOut) else _read(entry)
             count += isinstance(image, Media) or image.reason == UNUSABLE
             if isinstance(image, LeftOut):
                 left_out.append(image)
@@ -57,7 +57,7 @@ def image_prompts(
 
 def _ask(folder: Path, images: list[Media], questions: Sequence[str], per_image: int, seed: int) -> Iterator[Prompt]:
     chosen: list[list[str]] = [[] for _ in images]
-    for place, question in asked(len(images), questions, seed):
+    for place, question in pair_with_questions(len(images), questions, seed):
         if len(chosen[place]) == per_image:
             break
         chosen[place].append(question)
@@ -69,7 +69,7 @@ def _ask(folder: Path, images: list[Media], questions: Sequence[str], per_image:
 
 
 def _files(folder: Path) -> Iterator[Path | LeftOut]:
-    """Every regular file below the folder, in order. What a link inside the folder leads to is found without it."""
+    """Every regular file below the folder, in order. Links inside the folder lead to files that come anyway."""
     root = os.path.realpath(folder)
     closed: list[LeftOut] = []
 

@@ -55,6 +55,17 @@ class Prompt:
         reference = self.extra.get("reference")
         return reference if isinstance(reference, str) else None
 
+    @property
+    def kinds(self) -> list[str]:
+        """Which of text, image and audio it has."""
+        text = any(part["type"] == "text" for message in self.messages for part in message["content"])
+        return [kind for kind, there in (("text", text), ("image", self.images), ("audio", self.audios)) if there]
+
+    @property
+    def measure(self) -> str | None:
+        """How its answers are graded, where it is an item of a comparison."""
+        return self.extra.get("measure")
+
     def __str__(self) -> str:
         return f"prompt {self.id!r} ({self.place})" if self.place else f"prompt {self.id!r}"
 

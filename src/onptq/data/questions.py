@@ -48,7 +48,7 @@ def read_questions(path: Path | None) -> Sequence[str]:
     return questions
 
 
-def asked(images: int, questions: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
+def pair_with_questions(images: int, questions: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
     """Every image, by its place, with every question once: first one question for each image, then a second for each.
 
     The seed gives the order. In each part of it all questions are asked about equally often.

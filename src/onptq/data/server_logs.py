@@ -37,7 +37,7 @@ Record = Mapping[str, Any]
 
 def server_prompts(logs: Sequence[Path], reporter: Reporter | None = None) -> Collected:
     """The prompts of all requests that the logs hold whole."""
-    found: list[Prompt | LeftOut] = []
+    entries: list[Prompt | LeftOut] = []
     lines = 0
     with (reporter or QuietReporter()).phase("Read logs", unit="lines") as bar:
         for log in logs:
@@ -45,9 +45,9 @@ def server_prompts(logs: Sequence[Path], reporter: Reporter | None = None) -> Co
             for number, line in enumerate(_lines(log), 1):
                 bar.advance()
                 lines += 1
-                found += _read_line(reader, line, number, seen)
-    read = f"{len(found)} requests in {lines} lines of {', '.join(map(str, logs))}"
-    return collect(read, found, f"no prompt was found that can be used: {EXPECTED}")
+                entries += _read_line(reader, line, number, seen)
+    read = f"{len(entries)} requests in {lines} lines of {', '.join(map(str, logs))}"
+    return collect(read, entries, f"no prompt was found that can be used: {EXPECTED}")
 
 
 def _lines(log: Path) -> Iterator[bytes]:
@@ -69,16 +69,16 @@ def _read_line(reader: Reader, line: bytes, number: int, seen: set[str]) -> list
     if not any(mark in line for mark in MARKS):
         return []
     place = f"line {number}"
-    found: list[Prompt | LeftOut] = []
+    entries: list[Prompt | LeftOut] = []
     try:
         for record in requests_in(_decode(line), seen):
             if any(not _embedded(source) for sources in read_chat(record).media.values() for source in sources):
                 raise Excluded(WITHOUT_MEDIA)
             prompt = reader.read(record, len(reader.places), place)
-            found.append(replace(prompt, id=f"{reader.manifest.stem}-{number}"))
+            entries.append(replace(prompt, id=f"{reader.manifest.stem}-{number}"))
     except OnPTQError as error:
-        found.append(LeftOut.because(error, f"{reader.manifest} {place}"))
-    return found
+        entries.append(LeftOut.because(error, f"{reader.manifest} {place}"))
+    return entries
 
 
 def _embedded(source: Any) -> bool:
@@ -165,13 +165,13 @@ def _requests(value: dict[str, Any], seen: set[str], depth: int) -> Iterator[Rec
         yield read_rendered(value["prompt"])
     elif depth < DEPTH:
         for inner in map(_json, value.values()):
-            found: list[Record] = []
+            inside: list[Record] = []
             if isinstance(inner, dict):
-                found = list(_requests(inner, seen, depth + 1))
+                inside = list(_requests(inner, seen, depth + 1))
             elif isinstance(inner, str) and any(mark.decode() in inner for mark in MARKS):
-                found = list(requests_in(inner, seen, depth + 1))
-            if found:
-                yield from found
+                inside = list(requests_in(inner, seen, depth + 1))
+            if inside:
+                yield from inside
                 return
 
 

@@ -36,7 +36,7 @@ class Answer:
     disagrees: bool | None = None  # whether one forward over all of it chooses another token; None where not measured
 
 
-class Questions:
+class EncodedItems:
     """Encoded items in batches of like answer lengths. Towers run here, once; a prefix is cached until its batch is answered."""
 
     def __init__(
@@ -57,8 +57,8 @@ class Questions:
             self.encoded.setdefault(tokens, []).append(prompt)
         self.groups = self._groups(policy)
 
-    def put_to(self, policy: LanguageModel) -> Questions:
-        """The same questions for another policy over the same embeddings and towers, which do not run again."""
+    def with_model(self, policy: LanguageModel) -> EncodedItems:
+        """The same items for another model over the same embeddings and towers, which do not run again."""
         other = copy.copy(self)
         other.groups = self._groups(policy)
         return other
@@ -70,18 +70,18 @@ class Questions:
         ]
 
 
-def answer(questions: Questions, side: Side, advance: Advance = lambda items: None) -> list[Answer]:
+def answer(encoded: EncodedItems, side: Side, advance: Advance = lambda items: None) -> list[Answer]:
     """Greedy answers to every item, graded, in the order of the items."""
     responses: dict[int, tuple[list[int], bool]] = {}
-    for group in questions.groups:
+    for group in encoded.groups:
         for batch in group.map_batches(partial(_answer_batch, group, side)):
             responses.update({number: (tokens, disagrees) for number, tokens, disagrees in batch})
             advance(len(batch))
-    every = [responses[number] for number in range(len(questions.items))]
-    texts = questions.tokenizer.batch_decode([tokens for tokens, _ in every], skip_special_tokens=True)
+    every = [responses[number] for number in range(len(encoded.items))]
+    texts = encoded.tokenizer.batch_decode([tokens for tokens, _ in every], skip_special_tokens=True)
     return [
         replace(grade(item, text), disagrees=disagrees)
-        for item, text, (_, disagrees) in zip(questions.items, texts, every, strict=True)
+        for item, text, (_, disagrees) in zip(encoded.items, texts, every, strict=True)
     ]
 
 

@@ -28,7 +28,7 @@ from onptq.quantizer.theta import Theta
 
 RESPONSES = 16  # those with the largest erosion; more would say little more
 SPARE = 2  # of the free memory, one part in so many may be taken
-KEPT = 4  # values per input and output of a linear: those that backward reads, its error, and what is made on the way
+HELD = 4  # values per input and output of a linear: those that backward reads, its error, and what is made on the way
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def _bytes_per_token(policy: Policy) -> int:
         routed = module.block.experts is not None and module.name.startswith(EXPERTS)
         return chosen / len(module.block.experts or ()) if routed else 1.0
 
-    kept = (share(one) * sum(one.weight.shape) * one.weight.element_size() for one in linears)
-    return ceil(KEPT * sum(kept))
+    held = (share(one) * sum(one.weight.shape) * one.weight.element_size() for one in linears)
+    return ceil(HELD * sum(held))
 
 
 def _losses(

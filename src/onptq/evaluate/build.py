@@ -88,7 +88,7 @@ def _by_base_method(name: str, recipe: Recipe, session: Session) -> tuple[Theta,
 
 
 def _by_rounds(one: MethodCandidate, session: Session) -> tuple[Theta, Cost]:
-    """Calibrate in the candidate's own part of the run, where every finished step is kept."""
+    """Calibrate in the candidate's own part of the run, where a killed comparison goes on after its last finished step."""
     run, recipe = session.run.arm("/".join(path_of(one.name, "run"))), one.recipe
     init, init_seconds = _init(one, session)
     shared = first_rollouts(recipe)
@@ -145,7 +145,7 @@ def init_home(recipe: Recipe, session: Session) -> tuple[str, str]:
     prompts = [*session.calibration[: recipe.data.prompts], *session.holdout[: recipe.data.holdout]]
     settings = f"{recipe.init_steps}-{recipe.follow.max_tokens}-{recipe.risk.near_miss_tol}"
     if recipe.follow.sampling != "greedy":
-        settings += f"-{recipe.follow.responses}-{recipe.seed}"  # which decide the first rollouts, kept there as well
+        settings += f"-{recipe.follow.responses}-{recipe.seed}"  # which decide the first rollouts that lie there, too
     name = folder_name(f"{recipe.init}:{recipe.scheme}")
     return "inits", f"{name}-{settings}-{manifest_digest(prompts)[:12]}"
 

@@ -37,8 +37,8 @@ from onptq.evaluate.statistics import REPLICATES, Resampler
 from onptq.evaluate.store import (
     read_results,
     read_seeds,
-    write_asked_once,
     write_identities,
+    write_inputs,
     write_seeds,
     write_tokens,
 )
@@ -105,7 +105,7 @@ def compare_models(
         write_identities(run, records)
         for group in seeded:
             write_seeds(run, [one.name for one in group])
-        write_asked_once(run, prompts, items)
+        write_inputs(run, prompts, items)
         keep_previews(run, [*prompts, *(one.prompt for one in items)], recipe.report.detail)
         session = Session(source, recipe, device, dtype, items, prompts, calibration, holdout, run, reporter)
         by_theta = [one for one in parsed if not isinstance(one, CheckpointCandidate)]

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from onptq.bank import AGREE, MISMATCH, Column, States, Trajectory
+from onptq.cycle.branch import branch
 from onptq.cycle.compare import padded_responses, state_rows
 from onptq.cycle.risk import score
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError, did_you_mean
+from onptq.evaluate.critical import HORIZON
 from onptq.models.language_model import LanguageModel, Side
+from onptq.progress import Reporter
 from onptq.recipe import RiskConfig
 
 OFF, LIGHT, FULL = "off", "light", "full"
@@ -58,17 +61,44 @@ class Futures:
 
     def __init__(self, states: States, eos: frozenset[int], continued_by: Side = "D") -> None:
         self._states, self._eos, self._continued_by = states, eos, continued_by
-        self.found: dict[tuple[int, int], Future] = {}
+        self.by_state: dict[tuple[int, int], Future] = {}
 
     def see(self, rows: Column, tokens: Column, apart: Column) -> None:
         for row, (reference, competitor), steps in zip(rows.tolist(), tokens.tolist(), apart.tolist(), strict=True):
             state = int(self._states.prompt[row]), int(self._states.t[row])
             futures = self._ended(reference), self._ended(competitor)
-            self.found[state] = Future(*futures, steps[: max(map(len, futures))], self._continued_by)
+            self.by_state[state] = Future(*futures, steps[: max(map(len, futures))], self._continued_by)
 
     def _ended(self, tokens: Sequence[int]) -> Sequence[int]:
         ends = [place for place, token in enumerate(tokens) if token in self._eos]
         return tokens[: ends[0] + 1] if ends else tokens
+
+
+def branch_mismatches(
+    prefixes: Prefixes,
+    trajectories: Sequence[Trajectory],
+    states: States,
+    reporter: Reporter,
+    name: str,
+) -> tuple[States, Futures]:
+    """The mismatches with their consequence and their futures, both tokens continued by the dense model.
+
+    The forced tokens count as one more state: a closed answer ends after its letter, and nothing else of it would be counted.
+    """
+    mismatches = states.take(np.flatnonzero(states.kind == MISMATCH))
+    futures = Futures(mismatches, prefixes.policy.eos)
+    with reporter.phase(f"Branch {name}", total=len(mismatches), unit="mismatches") as bar:
+        branched = branch(
+            prefixes,
+            trajectories,
+            mismatches,
+            horizon=HORIZON,
+            side="D",
+            count_forced=True,
+            seen=futures.see,
+            advance=bar.advance,
+        )
+    return branched, futures
 
 
 def scored(states: States, mismatches: States | None) -> States:
@@ -101,7 +131,7 @@ def likeliest(
     """Of every state the likeliest next tokens of D and Q, teacher-forced. `quantized` as in `compare`."""
     by_prompt = {trajectory.prompt: trajectory for trajectory in trajectories}
     other = (quantized or prefixes).policy
-    found: dict[int, Detail] = {}
+    by_row: dict[int, Detail] = {}
     if quantized is not None:
         prefixes.batch_like(quantized)
     size = state_rows(prefixes.policy.vocabulary)
@@ -126,9 +156,9 @@ def likeliest(
         return read
 
     for read in prefixes.map_batches(read_batch, *(() if quantized is None else (quantized,))):
-        found.update({row: Detail(_pairs(dense), _pairs(quant)) for row, dense, quant in read})
+        by_row.update({row: Detail(_pairs(dense), _pairs(quant)) for row, dense, quant in read})
         advance(len(read))
-    return [found[row] for row in range(len(states))]
+    return [by_row[row] for row in range(len(states))]
 
 
 def _pairs(top: Sequence[Sequence[Any]]) -> list[tuple[int, float]]:
@@ -179,14 +209,14 @@ def keeps(path: Path, level: str) -> bool:
         return True
     if not path.is_file():
         return False
-    kept = (pq.read_schema(path).metadata or {}).get(LEVEL, b"").decode()
-    return kept in LEVELS and LEVELS.index(kept) >= LEVELS.index(level)
+    written = (pq.read_schema(path).metadata or {}).get(LEVEL, b"").decode()
+    return written in LEVELS and LEVELS.index(written) >= LEVELS.index(level)
 
 
 def _detail(row: Mapping[str, Any]) -> Detail:
     future = None
     if row["reference_future"] is not None:
-        by: Side = row.get("continued_by") or "D"  # earlier versions let D alone continue what they kept
+        by: Side = row.get("continued_by") or "D"  # earlier versions let D alone continue
         future = Future(row["reference_future"], row["competitor_future"], row["apart"], by)
     dense, quantized = (
         list(zip(row[name], row[f"{name}_probability"], strict=True)) for name in ("dense", "quantized")

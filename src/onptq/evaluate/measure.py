@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
-from onptq.bank import MISMATCH, States, Trajectory, read_trajectories, write_trajectories
+from onptq.bank import States, Trajectory, read_trajectories, write_trajectories
 from onptq.checkpoint.load import load_reader
 from onptq.checkpoint.source import open_checkpoint
-from onptq.cycle.branch import branch
 from onptq.cycle.compare import compare as compare_states
 from onptq.cycle.follow import follow
 from onptq.engine.prefixes import Prefixes
 from onptq.errors import OnPTQError
-from onptq.evaluate.answers import Questions, answer, write_answers
+from onptq.evaluate.answers import EncodedItems, answer, write_answers
 from onptq.evaluate.attribution import RESPONSES, margin_losses
 from onptq.evaluate.build import Cost, folder_bytes
 from onptq.evaluate.candidates import (
@@ -25,8 +22,8 @@ from onptq.evaluate.candidates import (
     RunCandidate,
     folder_name,
 )
-from onptq.evaluate.critical import HORIZON, joint_critical, margins_on
-from onptq.evaluate.details import Futures, keeps, likeliest, scored, worth_keeping, write_details
+from onptq.evaluate.critical import joint_critical, margins_on
+from onptq.evaluate.details import Futures, branch_mismatches, keeps, likeliest, scored, worth_keeping, write_details
 from onptq.evaluate.session import Session
 from onptq.evaluate.store import (
     ANSWERS,
@@ -62,7 +59,7 @@ def measure(candidates: Sequence[Candidate], session: Session, damage: bool = Tr
     for one in by_theta:
         _speak_as(one, session)
         if session.items:
-            _answer(session, path_of(one.name, ANSWERS), one.name, session.questions, "Q")
+            _answer(session, path_of(one.name, ANSWERS), one.name, session.encoded_items, "Q")
         if session.prompts:
             _measure_behaviour(session, one.name, damage=damage)
             _attribute(session, one.name)
@@ -78,7 +75,7 @@ def _measure_dense(candidates: Sequence[MethodCandidate | RunCandidate], session
         session.policy(candidates[0].scheme)
     if not run.has(DENSE, COST):
         if session.items:
-            _answer(session, (DENSE, ANSWERS), DENSE, session.questions, "D")
+            _answer(session, (DENSE, ANSWERS), DENSE, session.encoded_items, "D")
         run.write_json(Cost(checkpoint_bytes=folder_bytes(session.source.shards)).to_dict(), DENSE, COST)
     if unfollowed:
         rollouts = _follow(session, DENSE, session.prefixes(), "D")
@@ -108,11 +105,11 @@ def _measure_checkpoint(candidate: CheckpointCandidate, session: Session, damage
         run.write_json(Cost(checkpoint_bytes=folder_bytes(source.shards)).to_dict(), *path_of(name, COST))
 
 
-def _answer(session: Session, home: Sequence[str], name: str, questions: Callable[[], Questions], side: Side) -> None:
+def _answer(session: Session, home: Sequence[str], name: str, encode: Callable[[], EncodedItems], side: Side) -> None:
     """Commit a model's answers to every item, unless they are there."""
     if session.run.has(*home):
         return
-    encoded = questions()
+    encoded = encode()
     with session.reporter.phase(f"Answer {name}", total=len(session.items), unit="items") as bar:
         answers = answer(encoded, side, bar.advance)
     with session.run.writing(*home) as path:
@@ -133,10 +130,12 @@ def _measure_behaviour(session: Session, name: str, model: Prefixes | None = Non
             write_trajectories(rollouts, path)
         with run.writing(*path_of(name, STATES)) as path:
             states.write(path)
-    kept = keeps(run.file(*path_of(name, DETAILS)), session.recipe.report.detail)
-    if (damage and not run.has(*path_of(name, MISMATCHES))) or not kept:
-        branched, futures = _branch_mismatches(session, name)
-        if not kept:
+    detailed = keeps(run.file(*path_of(name, DETAILS)), session.recipe.report.detail)
+    if (damage and not run.has(*path_of(name, MISMATCHES))) or not detailed:
+        states = read_file(run, States.read, *path_of(name, STATES))
+        rollouts = read_file(run, read_trajectories, *path_of(name, ROLLOUTS))
+        branched, futures = branch_mismatches(session.prefixes(), rollouts, states, session.reporter, name)
+        if not detailed:
             _keep_details(session, name, branched, futures, model)
         if not run.has(*path_of(name, MISMATCHES)):
             with run.writing(*path_of(name, MISMATCHES)) as path:
@@ -160,30 +159,6 @@ def _compare(session: Session, name: str, phase: str, rollouts: Sequence[Traject
             raise OnPTQError(f"{name}: {error}") from error
 
 
-def _branch_mismatches(session: Session, name: str) -> tuple[States, Futures]:
-    """The mismatches with their consequence and their futures, both tokens continued by the dense model.
-
-    The forced tokens count as one more state: a closed answer ends after its letter, and nothing else of it would be counted.
-    """
-    run = session.run
-    states = read_file(run, States.read, *path_of(name, STATES))
-    mismatches = states.take(np.flatnonzero(states.kind == MISMATCH))
-    rollouts = read_file(run, read_trajectories, *path_of(name, ROLLOUTS))
-    futures = Futures(mismatches, session.policy().eos)
-    with session.reporter.phase(f"Branch {name}", total=len(mismatches), unit="mismatches") as bar:
-        branched = branch(
-            session.prefixes(),
-            rollouts,
-            mismatches,
-            horizon=HORIZON,
-            side="D",
-            count_forced=True,
-            seen=futures.see,
-            advance=bar.advance,
-        )
-    return branched, futures
-
-
 def _keep_details(session: Session, name: str, mismatches: States, futures: Futures, model: Prefixes | None) -> None:
     """Commit the likeliest tokens of the states that the recipe wants to keep, with the futures."""
     run, level = session.run, session.recipe.report.detail
@@ -193,7 +168,7 @@ def _keep_details(session: Session, name: str, mismatches: States, futures: Futu
     with session.reporter.phase(f"Details {name}", total=len(chosen), unit="states") as bar:
         details = likeliest(session.prefixes(), rollouts, chosen, quantized=model, advance=bar.advance)
     with run.writing(*path_of(name, DETAILS)) as path:
-        write_details(chosen, details, futures.found, level, path)
+        write_details(chosen, details, futures.by_state, level, path)
 
 
 def _attribute(session: Session, name: str) -> None:

@@ -249,7 +249,7 @@ def _measure(logs: Sequence[Log]) -> Scoring:
 
 
 def _check_same(logs: Mapping[str, Log]) -> None:
-    """Refuse arms that were asked something else."""
+    """Refuse arms with other items, other prompts or another metric."""
     (first, dense), *others = logs.items()
     for name, log in others:
         if log.metric != dense.metric:

@@ -18,7 +18,7 @@ from onptq.engine.budget import BatchBudget, cached_bytes
 from onptq.engine.memory import free_memory
 from onptq.engine.prefixes import Prefixes
 from onptq.engine.prompts import EncodedPrompts
-from onptq.evaluate.answers import Questions
+from onptq.evaluate.answers import EncodedItems
 from onptq.evaluate.candidates import folder_name
 from onptq.evaluate.tasks import Item
 from onptq.models.encoding import EncodedPrompt, encode_each
@@ -58,7 +58,7 @@ class Session:
             source.folder, source.family, source.config, recipe.data.special_tokens
         )
         self._policy: Policy | None = None
-        self._questions: Questions | None = None
+        self._encoded_items: EncodedItems | None = None
         self._prefixes: Prefixes | None = None
         self._inputs: dict[tuple[int, ...], Inputs] = {}
         self._prompts: EncodedPrompts | None = None
@@ -73,8 +73,8 @@ class Session:
                 self._policy = load_policy(self.source, chosen, device=self.device, dtype=self.dtype)
                 bar.advance()
             check_agreement(self._policy, self.processor, self.prompts)
-            if self._questions is not None:
-                self._questions = self._questions.put_to(self._policy)
+            if self._encoded_items is not None:
+                self._encoded_items = self._encoded_items.with_model(self._policy)
         return self._policy
 
     def release(self) -> None:
@@ -91,15 +91,15 @@ class Session:
         if self._prefixes is not None:
             self._prefixes.forget("Q")
 
-    def questions(self) -> Questions:
+    def encoded_items(self) -> EncodedItems:
         """The items, encoded by the dense model."""
-        if self._questions is None:
-            self._questions = self.encode_items(self.policy(), "Encode items")
-        return self._questions
+        if self._encoded_items is None:
+            self._encoded_items = self.encode_items(self.policy(), "Encode items")
+        return self._encoded_items
 
-    def encode_items(self, model: LanguageModel, label: str) -> Questions:
+    def encode_items(self, model: LanguageModel, label: str) -> EncodedItems:
         with self.reporter.phase(label, total=len(self.items), unit="items") as bar:
-            return Questions(model, self.processor, self.items, batch_tokens=self.batch_tokens, advance=bar.advance)
+            return EncodedItems(model, self.processor, self.items, batch_tokens=self.batch_tokens, advance=bar.advance)
 
     def prefixes(self) -> Prefixes:
         """The prompts on which behaviour is compared, under the dense policy."""

@@ -35,7 +35,7 @@ class Part:
     denominator: Column  # [clusters]
 
 
-@dataclass(frozen=True, eq=False)  # known by identity, so that what was resampled of it once can be kept
+@dataclass(frozen=True, eq=False)  # known by identity, so that it is resampled once
 class Measure:
     """A ratio over the clusters of its parts: of the sums over all of them, or the unweighted mean of the parts' ratios."""
 
@@ -83,7 +83,7 @@ class Discordance:
 
 
 class Resampler:
-    """The same resamples for every measure and every model: how often each cluster was drawn, kept by stratum."""
+    """The same resamples for every measure and every model: how often each cluster was drawn, by stratum."""
 
     def __init__(self, seed: int = 0, replicates: int = REPLICATES, confidence: float = CONFIDENCE) -> None:
         self.seed, self.replicates, self.confidence = seed, replicates, confidence
@@ -162,7 +162,7 @@ def draw(clusters: int, replicates: int, seed: Sequence[int]) -> Column:
         rows = numbers.reshape(-1, clusters) + clusters * np.arange(numbers.size // clusters)[:, None]
         return np.bincount(rows.ravel(), minlength=numbers.size).reshape(-1, clusters).T.astype(np.float64)
 
-    found = bootstrap(
+    result = bootstrap(
         (np.arange(clusters),),
         count,
         vectorized=True,
@@ -171,7 +171,7 @@ def draw(clusters: int, replicates: int, seed: Sequence[int]) -> Column:
         method="percentile",
         rng=np.random.default_rng(seed),
     )
-    counts: Column = np.ascontiguousarray(found.bootstrap_distribution.T)
+    counts: Column = np.ascontiguousarray(result.bootstrap_distribution.T)
     return counts
 
 

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from onptq.bank import BANK, States, read_trajectories
 from onptq.cycle.rounds import DENSE_ANSWERS
+from onptq.data.prompt_table import write_prompts
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer, read_answers
-from onptq.evaluate.asked import Asked, write_asked
 from onptq.evaluate.candidates import DENSE, folder_name
 from onptq.evaluate.critical import Margins
 from onptq.evaluate.details import OFF, keeps
@@ -154,13 +154,12 @@ def lacks_attribution(run: Run, name: str, detail: str) -> bool:
     return detail != OFF and run.has(*path_of(name, THETA)) and not run.has(*path_of(name, ATTRIBUTION))
 
 
-def write_asked_once(run: Run, prompts: Sequence[Prompt], items: Sequence[Item]) -> None:
-    """Commit prompts and items; a comparison has the same ones for ever."""
-    asked = {PROMPTS: [Asked.of_prompt(one) for one in prompts], ITEMS: [Asked.of_item(one) for one in items]}
-    for name, each in asked.items():
+def write_inputs(run: Run, prompts: Sequence[Prompt], items: Sequence[Item]) -> None:
+    """Commit prompts and items, unless they are there: a comparison has the same ones for ever."""
+    for name, each in ((PROMPTS, prompts), (ITEMS, [item.described for item in items])):
         if each and not run.has(name):
             with run.writing(name) as path:
-                write_asked(each, path)
+                write_prompts(each, path)
 
 
 def write_tokens(run: Run, tokenizer: Tokenizer) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from onptq.data.manifest import manifest_digest
@@ -25,7 +25,7 @@ class Grade:
 
 
 class Scored(Protocol):
-    """Of an item what statistics need: they are the same for items that were asked elsewhere."""
+    """Of an item what statistics need: they are the same for items of other tools."""
 
     @property
     def id(self) -> str: ...
@@ -49,6 +49,12 @@ class Item:
     max_tokens: int
     measure: Scoring = "accuracy"
     kind: str = ""  # finer than the task, e.g. count
+
+    @property
+    def described(self) -> Prompt:
+        """Its prompt under its own id, with the task, the reference answer and how answers are graded."""
+        extra = {"task": self.task, "reference": self.reference, "measure": self.measure}
+        return replace(self.prompt, id=self.id, extra=extra)
 
 
 def exact(reference: str) -> Callable[[str], Grade]:

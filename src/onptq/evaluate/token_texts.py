@@ -89,12 +89,12 @@ class TokenTexts:
 
 def ids_in(files: Mapping[Path, Sequence[str]]) -> set[int]:
     """The token ids in columns of parquet files; columns hold ids or lists of them."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for path, names in files.items():
         for column in pq.read_table(path, columns=list(names)).columns:
             flat = pc.list_flatten(column) if pa.types.is_list(column.type) else column
-            found.update(np.unique(flat.drop_null().to_numpy()).tolist())
-    return found
+            ids.update(np.unique(flat.drop_null().to_numpy()).tolist())
+    return ids
 
 
 def _token(tokenizer: Tokenizer, token: int) -> str | bytes:

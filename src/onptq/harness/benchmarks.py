@@ -31,7 +31,7 @@ Dumper.add_representer(Function, lambda dumper, name: dumper.represent_scalar("!
 
 @dataclass(frozen=True)
 class Task:
-    """One task of lmms-eval: which of its files, what every arm is told, and how long an answer may be."""
+    """One task of lmms-eval: which of its files, the prompt of every arm, and how long an answer may be."""
 
     name: str  # lmms-eval's
     file: str  # below lmms_eval/tasks
@@ -159,15 +159,15 @@ def find_tasks(names: Iterable[str]) -> list[Task]:
     """The tasks of benchmarks, or of lmms-eval's names for parts of them; none twice."""
     single = {task.name: (task,) for tasks in BENCHMARKS.values() for task in tasks}
     known = {**BENCHMARKS, **single}
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     for name in names:
         if name not in known:
             raise OnPTQError(
                 f"unknown benchmark {name!r}{did_you_mean(name, known)}; expected some of {', '.join(BENCHMARKS)}, or of "
                 f"their parts: {', '.join(one for one in single if one not in BENCHMARKS)}"
             )
-        found |= {task.name: task for task in known[name]}
-    return list(found.values())
+        tasks |= {task.name: task for task in known[name]}
+    return list(tasks.values())
 
 
 def local(data: Path, split: str) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class Evaluation:
         if code or not results:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             raise OnPTQError(f"{words[0]} ended with code {code} on {name}; {log} ends:\n" + "\n".join(lines))
-        found = {
+        figures = {
             task.removeprefix(PREFIX): numbers_of(values) for task, values in read_json(results[-1])["results"].items()
         }
         samples = []
@@ -163,7 +163,7 @@ class Evaluation:
             os.replace(path, self.out / f"{task}.jsonl")
             samples.append(f"{task}.jsonl")
         shutil.rmtree(raw)
-        record = {"results": found, "samples": samples, "seconds": round(time.monotonic() - began, 1)}
+        record = {"results": figures, "samples": samples, "seconds": round(time.monotonic() - began, 1)}
         written = self._results()
         self._write(written | {"tasks": {**written["tasks"], name: record}})
 
@@ -196,8 +196,8 @@ def pinned_view(folder: Path, view: Path, repetition_penalty: float) -> Path:
         if file.is_file() and file.name != GENERATION:
             (view / file.name).symlink_to(file.absolute())
     own = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    kept = {name: value for name, value in own.items() if name not in UNPINNED}
-    pinned = kept | {"do_sample": False, "repetition_penalty": repetition_penalty}
+    own = {name: value for name, value in own.items() if name not in UNPINNED}
+    pinned = own | {"do_sample": False, "repetition_penalty": repetition_penalty}
     (view / GENERATION).write_text(to_json(pinned, indent=2) + "\n", encoding="utf-8")
     return view
 

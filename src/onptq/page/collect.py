@@ -9,9 +9,10 @@ from typing import Any
 
 from onptq.bank import States as Bank
 from onptq.bank import Trajectory
+from onptq.data.prompt_table import read_prompts
+from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
 from onptq.evaluate.answers import Answer as Graded
-from onptq.evaluate.asked import Asked, read_asked
 from onptq.evaluate.candidates import DENSE, shown
 from onptq.evaluate.comparison import REPORT_JSON
 from onptq.evaluate.damage import NEAR_TIE
@@ -76,8 +77,8 @@ class Files:
     report: Mapping[str, Any]
     results: Mapping[str, Results]  # the dense model's first
     identities: Mapping[str, Mapping[str, Any]]
-    prompts: Sequence[Asked]
-    items: Sequence[Asked]
+    prompts: Sequence[Prompt]
+    items: Sequence[Prompt]
     texts: TokenTexts
     details: Mapping[str, Details]
     attributions: Mapping[str, Mapping[str, Any]]
@@ -110,8 +111,8 @@ class Files:
             report,
             results,
             {name: read[name] for name in candidates},
-            read_asked(run.file(PROMPTS)) if report["prompts"] else (),
-            read_asked(run.file(ITEMS)) if report["items"] else (),
+            read_prompts(run.file(PROMPTS)) if report["prompts"] else (),
+            read_prompts(run.file(ITEMS)) if report["items"] else (),
             TokenTexts.read(run.file(TOKENS)),
             {name: read_details(file) for name, file in details.items() if file.is_file()},
             {name: read_json(file) for name, file in attributions.items() if file.is_file()},
@@ -269,16 +270,16 @@ def _model(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return models.get(name, {})  # type: ignore[no-any-return]
 
 
-def _prompt(asked: Asked, dense: Trajectory, files: Files) -> Question:
+def _prompt(prompt: Prompt, dense: Trajectory, files: Files) -> Question:
     """A prompt without its messages; the item of the same name says what the right answer is."""
-    item = next((one for one in files.items if one.id == asked.id), None)
-    reference = item.reference if item is not None and asked.reference is None else asked.reference
-    return Question(asked.id, asked.task, asked.kinds, (), spoken(dense, files.texts), reference)
+    item = next((one for one in files.items if one.id == prompt.id), None)
+    reference = item.reference if item is not None and prompt.reference is None else prompt.reference
+    return Question(prompt.id, prompt.task, prompt.kinds, (), spoken(dense, files.texts), reference)
 
 
-def _item(asked: Asked, dense: Sequence[Graded]) -> Question:
-    answer = _graded(_by_id(dense)[asked.id], asked.measure)
-    return Question(asked.id, asked.task, asked.kinds, (), answer, asked.reference)
+def _item(prompt: Prompt, dense: Sequence[Graded]) -> Question:
+    answer = _graded(_by_id(dense)[prompt.id], prompt.measure)
+    return Question(prompt.id, prompt.task, prompt.kinds, (), answer, prompt.reference)
 
 
 def _graded(answer: Graded, measure: str | None) -> Answer:

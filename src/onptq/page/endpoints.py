@@ -13,7 +13,6 @@ import numpy as np
 
 from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.evaluate.asked import Asked
 from onptq.evaluate.metrics import BEHAVIOUR, DAMAGE, PROMPTS
 from onptq.evaluate.statistics import Measure as Ratio
 from onptq.evaluate.statistics import Part, Resampler
@@ -130,7 +129,7 @@ def page_of_servers(
         candidates.append(_candidate(endpoint, servers[place], responses, differs, bool(silent), resampler))
     album = Album()
     questions = [
-        _question(Asked.of_prompt(prompt), answer, album, badness_of_prompt(place, candidates))
+        _question(prompt, answer, album, badness_of_prompt(place, candidates))
         for place, (prompt, answer) in enumerate(zip(prompts, said[0], strict=True))
     ]
     others = names[1] if len(names) == 2 else f"{len(names) - 1} quantized models"
@@ -223,5 +222,5 @@ def _verdict_in_words(responses: Sequence[Response]) -> str:
     )
 
 
-def _question(asked: Asked, dense: Answer, album: Album, badness: float) -> Question:
-    return Question(asked.id, asked.task, asked.kinds, album.turns(asked, badness), dense, asked.reference)
+def _question(prompt: Prompt, dense: Answer, album: Album, badness: float) -> Question:
+    return Question(prompt.id, prompt.task, prompt.kinds, album.turns(prompt, badness), dense, prompt.reference)

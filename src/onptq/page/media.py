@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterable
 
 from onptq.data.prompts import Media as Source
-from onptq.evaluate.asked import Asked
+from onptq.data.prompts import Prompt
 from onptq.evaluate.previews import Modality, Preview, Previews, preview
 from onptq.page.contract import Media, MessagePart, Turn
 
@@ -24,11 +24,11 @@ class Album:
         self._sources: list[tuple[Modality, Source]] = []
         self._ranks: list[float] = []
 
-    def turns(self, asked: Asked, badness: float = 0.0) -> list[Turn]:
+    def turns(self, prompt: Prompt, badness: float = 0.0) -> list[Turn]:
         """The messages, with their media put into the album. The worse a question's answers, the earlier its media are kept."""
-        files: dict[Modality, Iterable[Source]] = {"image": iter(asked.images), "audio": iter(asked.audios)}
+        files: dict[Modality, Iterable[Source]] = {"image": iter(prompt.images), "audio": iter(prompt.audios)}
         turns = []
-        for message in asked.messages:
+        for message in prompt.messages:
             parts = []
             for part in message["content"]:
                 kind: Modality | None = part["type"] if part["type"] in files else None

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from onptq.checkpoint.folder import CONFIG
-from onptq.data.prompts import Media, task_of
-from onptq.evaluate.asked import Asked
+from onptq.data.prompt_table import media_of
+from onptq.data.prompts import Media, Prompt
 from onptq.evaluate.details import Detail
 from onptq.evaluate.token_texts import TokenTexts
 from onptq.files import read_json
@@ -48,20 +48,9 @@ class Reader:
         texts = TokenTexts.of(tokenizer, _ids(rows, stages, dense))
         return cls(texts, _placeholders(family, checkpoint, texts))
 
-    def prompt(self, row: Mapping[str, Any]) -> Asked:
-        return asked_from(row["input_ids"], row["id"], row["ordinal"], media_of(row), self.texts, self.placeholders)
-
-
-def media_of(row: Mapping[str, Any]) -> tuple[list[Media], list[Media]]:
-    """Images and audio of a row of `prompts.parquet`."""
-    images, audios = (
-        [
-            Media(None if one["path"] is None else Path(one["path"]), one["sha256"], one["bytes"])
-            for one in row.get(name) or ()
-        ]
-        for name in ("images", "audios")
-    )
-    return images, audios
+    def prompt(self, row: Mapping[str, Any]) -> Prompt:
+        media = media_of(row, "images"), media_of(row, "audios")
+        return prompt_from(row["input_ids"], row["id"], row["ordinal"], media, self.texts, self.placeholders)
 
 
 def _ids(rows: Sequence[Mapping[str, Any]], stages: Sequence[Stage], dense: Answers) -> set[int]:
@@ -91,19 +80,19 @@ def _placeholders(family: str, checkpoint: Path, texts: TokenTexts) -> dict[str,
     return {one.token: kind for one, kind in both if one is not None}
 
 
-def asked_from(
+def prompt_from(
     ids: Sequence[int],
     identity: str,
     ordinal: int,
-    media: tuple[Sequence[Media], Sequence[Media]],
+    media: tuple[tuple[Media, ...], tuple[Media, ...]],
     texts: TokenTexts,
     placeholders: Mapping[str, str],
-) -> Asked:
+) -> Prompt:
     """The prompt of these tokens. `placeholders`: by the text of the token that stands for it, `image` or `audio`."""
     text = "".join(_pieces(ids, texts, placeholders))
     turns_there = next((turns for pattern in TURNS if (turns := pattern.findall(text))), [("prompt", text)])
     messages = [{"role": role, "content": list(_parts(body))} for role, body in turns_there if body]
-    return Asked(identity, task_of(identity), messages, *media, ordinal=ordinal)
+    return Prompt(ordinal, identity, messages, *media)
 
 
 def _pieces(ids: Iterable[int], texts: TokenTexts, placeholders: Mapping[str, str]) -> Iterable[str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
+from onptq.data.prompt_table import prompt_of
+from onptq.data.prompts import Prompt
 from onptq.errors import OnPTQError
-from onptq.evaluate.asked import Asked
 from onptq.evaluate.damage import damage_measures
 from onptq.evaluate.details import scored
 from onptq.evaluate.metrics import behaviour_measures, labels
@@ -25,7 +24,7 @@ from onptq.page.collect import NOTES, ids_of, measures_of
 from onptq.page.contract import Answer, Candidate, Figure, MessagePart, Page, Question, Response, Turn
 from onptq.page.costs import COSTS, costs_of_run
 from onptq.page.media import BUDGET, Album
-from onptq.page.older_runs import Reader, media_of
+from onptq.page.older_runs import Reader
 from onptq.page.provenance import how_made, served_by
 from onptq.page.responses import respond, spoken
 from onptq.page.stages import ROUND, Answers, Stage, became, dense_answers, detailed, stages_of
@@ -54,7 +53,7 @@ class RunFiles:
     stages: Sequence[Stage]
     dense: Answers
     roles: Sequence[str]  # of the prompts: calibration or holdout
-    prompts: Sequence[Asked]
+    prompts: Sequence[Prompt]
     texts: TokenTexts
 
     @classmethod
@@ -67,18 +66,18 @@ class RunFiles:
         rows = pq.read_table(home / PROMPTS).to_pylist() if (home / PROMPTS).is_file() else []
         if (home / TOKENS).is_file() and all(row.get("messages") is not None for row in rows):
             texts = TokenTexts.read(home / TOKENS)
-            prompts = [_prompt(row) for row in rows]
+            prompts = [prompt_of(row) for row in rows]
         else:
             reader = Reader.of(record["model"]["family"], checkpoint, rows, stages, dense)
             texts = reader.texts
-            prompts = [_prompt(row) if row.get("messages") is not None else reader.prompt(row) for row in rows]
+            prompts = [prompt_of(row) if row.get("messages") is not None else reader.prompt(row) for row in rows]
         roles = [row["role"] for row in rows]
         return cls(home, record["model"]["source"], recipe, stages, dense, roles, prompts, texts)
 
     def album(self, budget: int = BUDGET) -> Album:
         return Album(read_previews(self.home / PREVIEWS), budget)
 
-    def question(self, one: Asked, turns: Sequence[Turn]) -> Question:
+    def question(self, one: Prompt, turns: Sequence[Turn]) -> Question:
         """The prompt with the dense model's answer; that is empty where none was kept."""
         dense = spoken(self.dense[one.ordinal], self.texts) if one.ordinal in self.dense else Answer("")
         return Question(one.id, one.task, one.kinds, turns, dense, one.reference)
@@ -156,7 +155,7 @@ def _shifted(part: MessagePart, by: int) -> MessagePart:
     return part if part.media is None else replace(part, media=part.media + by)
 
 
-def _candidate(stage: Stage, files: RunFiles, prompts: Sequence[Asked], size: int | None) -> Candidate:
+def _candidate(stage: Stage, files: RunFiles, prompts: Sequence[Prompt], size: int | None) -> Candidate:
     recipe, resampler = files.recipe, Resampler(files.recipe.seed)
     responses = [_response(stage, one.ordinal, files) for one in prompts]
     is_round = stage.name.startswith(ROUND)
@@ -221,8 +220,3 @@ def _response(stage: Stage, prompt: int, files: RunFiles) -> Response | None:
         columns = became(visit, prompt, stage.later)
         response = replace(response, states=replace(response.states, became=columns))
     return response
-
-
-def _prompt(row: Mapping[str, Any]) -> Asked:
-    images, audios = media_of(row)
-    return Asked(row["id"], row["task"], json.loads(row["messages"]), images, audios, row["reference"], row["ordinal"])

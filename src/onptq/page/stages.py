@@ -11,9 +11,8 @@ from onptq.bank import BANK, ROLLOUTS, Trajectory, read_trajectories
 from onptq.bank import States as Bank
 from onptq.cycle.rounds import DENSE_ANSWERS
 from onptq.evaluate.details import read_details, scored
-from onptq.evaluate.heldout_details import HELD_OUT_DETAILS, HELD_OUT_MISMATCHES
 from onptq.evaluate.model_card import HELD_OUT, HELD_OUT_ANSWERS, init_kept
-from onptq.evaluate.round_details import DETAILS_OF_ROUND
+from onptq.evaluate.run_details import DETAILS_OF_ROUND, HELD_OUT_DETAILS, HELD_OUT_MISMATCHES
 from onptq.page.contract import Kind
 from onptq.page.provenance import how_made
 from onptq.page.responses import Details, kinds

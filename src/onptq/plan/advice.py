@@ -154,14 +154,14 @@ def find_target(gpu: str, memory: float | None) -> Target:
     """The GPU by its name, the beginning of one, or its generation; with all of its memory, or so many GiB."""
     if gpu.lower() in GENERATIONS:
         return Target(gpu.lower(), GENERATIONS[gpu.lower()], memory)
-    found = [sheet for name, sheet in GPUS.items() if name.startswith(gpu.lower()) and gpu]
-    if len({sheet.generation for sheet in found}) != 1:
+    sheets = [sheet for name, sheet in GPUS.items() if name.startswith(gpu.lower()) and gpu]
+    if len({sheet.generation for sheet in sheets}) != 1:
         raise OnPTQError(
             f"unknown --gpu {gpu!r}{did_you_mean(gpu, [*GPUS, *GENERATIONS])}; expected one of "
             f"{', '.join((*GPUS, *GENERATIONS))}"
         )
-    name = found[0].name if len(found) == 1 else gpu.lower()
-    return Target(name, found[0].generation, memory or (found[0].gib if len(found) == 1 else None))
+    name = sheets[0].name if len(sheets) == 1 else gpu.lower()
+    return Target(name, sheets[0].generation, memory or (sheets[0].gib if len(sheets) == 1 else None))
 
 
 class _Sizes:

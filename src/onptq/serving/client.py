@@ -18,7 +18,7 @@ from onptq.errors import OnPTQError, printable
 
 CHAT, COMPLETIONS, MODELS, VERSION_PATH = "/chat/completions", "/completions", "/models", "/v1"
 ATTEMPTS = 4
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a server that is busy is asked again
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a busy server gets a request again
 BUSY = (429, 500, 502, 503, 504)
 MOST_BYTES = 2**26  # of a reply
 MESSAGE_LENGTH = 300
@@ -26,7 +26,7 @@ EXAMPLE = "http://localhost:8000/v1"
 
 
 class Client:
-    """A server that is asked at `url`: its root, its /v1, or its /v1/chat/completions. Threads may share a client."""
+    """A server at `url`: its root, its /v1, or its /v1/chat/completions. Threads may share a client."""
 
     def __init__(
         self, url: str, *, key: str | None = None, timeout: float, advice: str = "", version: str = VERSION_PATH
@@ -74,7 +74,7 @@ class Client:
             raise OnPTQError(f"{self.url} answered with no JSON ({path}): {text or 'nothing'}") from None
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
-        """The status and the content of the reply; a busy server is asked again, after longer and longer waits."""
+        """The status and the content of the reply; a busy server gets the request again, after longer and longer waits."""
         wait = FIRST_WAIT
         for attempt in range(1, ATTEMPTS + 1):
             status, content, after = self.once(method, path, body)

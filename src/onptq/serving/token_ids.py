@@ -80,7 +80,7 @@ class Writer:
     def write_all(
         self, questions: Sequence[Question], advance: Callable[[int], None] = lambda responses: None
     ) -> list[Response]:
-        """The responses in the order of the questions. The first error ends it: what is not yet asked is not asked."""
+        """The responses in the order of the questions. The first error ends it: no further request is sent."""
         pool = ThreadPoolExecutor(AT_ONCE)
         try:
             waiting = [pool.submit(self.write, question) for question in questions]

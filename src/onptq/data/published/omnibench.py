@@ -67,8 +67,8 @@ def _files(place: Path) -> list[Path]:
         return [place]
     # one format: a clone of the repository may hold the same rows in both
     for suffixes in ((".parquet",), JSONL_SUFFIXES):
-        if found := sorted(path for path in place.rglob("*") if path.suffix in suffixes):
-            return found
+        if files := sorted(path for path in place.rglob("*") if path.suffix in suffixes):
+            return files
     raise OnPTQError(f"{place} has no file that ends in {', '.join(SUFFIXES)}; {EXPECTED}")
 
 

@@ -24,8 +24,8 @@ def audio(doc: Any) -> list[Any]:
 def evaluation_part(dataset: Any) -> Any:
     """OmniBench without the questions that calibrate, by their index or else by their place, which is the same."""
     indices = dataset["index"] if "index" in dataset.column_names else range(len(dataset))
-    kept = [place for place, index in enumerate(indices) if int(index) >= CALIBRATION]
-    return undecoded(dataset.select(kept))
+    places = [place for place, index in enumerate(indices) if int(index) >= CALIBRATION]
+    return undecoded(dataset.select(places))
 
 
 def librispeech(doc: Any, results: list[str]) -> dict[str, Any]:
@@ -33,9 +33,9 @@ def librispeech(doc: Any, results: list[str]) -> dict[str, Any]:
     import editdistance
     from lmms_eval.tasks.librispeech.utils import librispeech_process_result
 
-    found: dict[str, Any] = librispeech_process_result(doc, results)
-    spoken, heard = (_words(found["wer"][name], found["wer"]["task"][4:]) for name in ("gt", "pred"))
-    return found | {"word_errors": {"points": editdistance.eval(spoken, heard), "total": len(spoken)}}
+    result: dict[str, Any] = librispeech_process_result(doc, results)
+    spoken, heard = (_words(result["wer"][name], result["wer"]["task"][4:]) for name in ("gt", "pred"))
+    return result | {"word_errors": {"points": editdistance.eval(spoken, heard), "total": len(spoken)}}
 
 
 def _words(text: str, language: str) -> list[str]:

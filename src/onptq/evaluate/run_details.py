@@ -1,4 +1,4 @@
-"""What can be looked at of a round's critical states, beside its bank: both futures and the likeliest tokens."""
+"""What can be looked at of a run's own states, as `details` has it of a comparison's: held-out ones, and critical ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,48 @@ import numpy as np
 
 from onptq.bank import Column, States, Trajectory
 from onptq.cycle.branch import Seen
+from onptq.cycle.calibrate import Holdout
 from onptq.cycle.rounds import Cycle
-from onptq.evaluate.details import MOST, OFF, Futures, likeliest, write_details
+from onptq.engine.prefixes import Prefixes
+from onptq.evaluate.details import (
+    MOST,
+    OFF,
+    Futures,
+    branch_mismatches,
+    keeps,
+    likeliest,
+    scored,
+    worth_keeping,
+    write_details,
+)
+from onptq.evaluate.store import DETAILS, MISMATCHES
 
-DETAILS_OF_ROUND = "rounds/{}/details.parquet"
+HELD_OUT_MISMATCHES, HELD_OUT_DETAILS = f"final/{MISMATCHES}", f"final/{DETAILS}"
+DETAILS_OF_ROUND = f"rounds/{{}}/{DETAILS}"
+
+
+def keep_details(cycle: Cycle, held_out: Holdout | None, level: str) -> None:
+    """Commit the likeliest tokens of both models in the held-out states of the present Q, and the futures of mismatches.
+
+    Of several processes one does that alone, when the others have ended."""
+    run, prefixes = cycle.run, cycle.inputs.held_out
+    if held_out is None or prefixes is None or level == OFF:
+        return
+    if run.has(HELD_OUT_MISMATCHES) and keeps(run.file(HELD_OUT_DETAILS), level):
+        return
+    if run.ranks.size > 1:
+        longest, batch = prefixes.max_tokens, cycle.inputs.tokens
+        prefixes = Prefixes(prefixes.policy, held_out.prompts, max_tokens=longest, batch_tokens=batch, budget=0)
+    rollouts = held_out.trajectories
+    branched, futures = branch_mismatches(prefixes, rollouts, held_out.states, cycle.reporter, "held-out")
+    with run.writing(HELD_OUT_MISMATCHES) as path:
+        branched.write(path)
+    states = scored(held_out.states, branched)
+    chosen = states.take(worth_keeping(states, level))
+    with cycle.reporter.phase("Details held-out", total=len(chosen), unit="states") as bar:
+        details = likeliest(prefixes, rollouts, chosen, advance=bar.advance)
+    with run.writing(HELD_OUT_DETAILS) as path:
+        write_details(chosen, details, futures.by_state, level, path)
 
 
 class RoundDetails:
@@ -43,7 +81,7 @@ class RoundDetails:
             details = likeliest(cycle.prefixes, trajectories, chosen, advance=bar.advance)
         if cycle.run.ranks.is_first:
             with cycle.run.writing(DETAILS_OF_ROUND.format(k)) as path:
-                write_details(chosen, details, futures.found, self._level, path)
+                write_details(chosen, details, futures.by_state, self._level, path)
 
 
 def weightiest(states: States, most: int) -> Column:
