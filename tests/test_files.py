@@ -34,12 +34,12 @@ BROKEN = {
 def test_yaml_that_cannot_be_read_is_refused_at_once(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(OnPTQError, match=message):
         parse_yaml(text)
     with pytest.raises(OnPTQError, match=rf"cannot read the recipe .*recipe\.yaml: .*{message}"):
         Recipe.from_yaml(path)
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20
 
 
 def test_an_alias_bomb_as_the_record_of_a_run_is_refused(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ function FigureTable({ page, candidate, names }: { page: Page; candidate: Candid
           </th>
           {noisy && (
             <th scope="col">
-              <Word term="noise floor" />
+              <Word term="noise floor">noise</Word>
             </th>
           )}
         </tr>

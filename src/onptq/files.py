@@ -92,6 +92,15 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def size(count: float) -> str:
+    """Bytes in the largest unit of which there is one."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -122,9 +131,4 @@ def _disk_error(error: Exception) -> int | None:
 def _free(path: Path) -> str:
     while not path.exists() and path != path.parent:
         path = path.parent
-    free = float(shutil.disk_usage(path).free)
-    for unit in ("B", "KiB", "MiB"):
-        if free < 1024:
-            return f"{free:.0f} {unit}"
-        free /= 1024
-    return f"{free:.1f} GiB"
+    return size(shutil.disk_usage(path).free)

@@ -837,13 +837,15 @@ def test_a_failing_second_export_leaves_the_first_whole(sources, tmp_path):
 
 
 def test_a_write_that_fails_says_what_is_needed_and_leaves_nothing(sources, tmp_path):
-    out = tmp_path / "out"
+    source, out = sources("llama"), tmp_path / "out"
     (out / "onptq").mkdir(parents=True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))  # a real failure of write(2), as on a full disk
     try:
-        with pytest.raises(OnPTQError, match=r"cannot write the checkpoint to .*it needs \d.* MB, \d.* GB are free"):
-            export("llama", sources("llama"), out)
+        with pytest.raises(
+            OnPTQError, match=r"cannot write the checkpoint to .*it needs \d.* [KM]iB, \d.* GiB are free"
+        ):
+            export("llama", source, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in out.iterdir()] == ["onptq"]
@@ -851,7 +853,7 @@ def test_a_write_that_fails_says_what_is_needed_and_leaves_nothing(sources, tmp_
 
 def test_a_full_disk_is_refused_before_anything_is_folded(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
-    with pytest.raises(OnPTQError, match=r"not enough room .* it needs \d.* MB, 1.00 MB are free"):
+    with pytest.raises(OnPTQError, match=r"not enough room .* it needs \d.* [KM]iB, 976.6 KiB are free"):
         export("llama", sources("llama"), tmp_path / "out", parts=(pytest.fail("folded") for _ in range(1)))
     assert not list((tmp_path / "out").iterdir())
 

@@ -253,7 +253,7 @@ def test_the_overview_shows_what_the_summary_has_and_leaves_out_the_rest() -> No
         "weights kept": "those of the init: it was worse",
         "best theta": "round 1: step 3 of 4, round 2: the init, none of 4 steps was better",
         "time": "33 s (Follow 3.2, Calibrate 30.0)",
-        "weights": "3.00 GiB",
+        "weights": "3.0 GiB",
         "checkpoint": "out",
         "run files": "out-run (hold the prompts: do not upload them)",
     }

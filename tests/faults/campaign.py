@@ -107,6 +107,8 @@ def snapshots(campaign: Campaign, wanted: int) -> Iterator[tuple[str, Path]]:
 
 def damages(campaign: Campaign, count: int, wanted: int) -> None:
     """Damaged files of every kind; each file of each snapshot comes up before one comes up again."""
+    if not count or campaign.over:
+        return
     places = [(job, out, name) for job, out in snapshots(campaign, wanted) for name in outcomes.files(out)]
     campaign.rng.shuffle(places)
     places.sort(key=lambda place: sum(place[2] == other[2] for other in places))  # rare files first

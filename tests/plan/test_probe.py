@@ -18,7 +18,7 @@ from onptq.plan.seconds import Pace, Rates
 from onptq.schemes import Scheme
 
 W4A8 = Scheme.parse("W4A8")
-WAIT = 0.05
+WAIT = 0.1
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +84,12 @@ def test_threads_that_wait_for_cores_make_no_estimate_longer(
 
     for name in ("_forward", "_learn"):
         monkeypatch.setattr(probe, name, waiting(getattr(probe, name)))
-    monkeypatch.setattr(probe, "REPETITIONS", 2)
+    monkeypatch.setattr(probe, "REPETITIONS", 1)
     torch.set_num_threads(16)
     measured = rates(shapes)
     assert torch.get_num_threads() == 16, "the probe leaves the threads as they were"
-    assert seen[:3] == [16] * 3
-    assert set(seen[3:]) == {1}, "a single thread is faster, and is what the rest is measured with"
+    assert seen[:2] == [16] * 2
+    assert set(seen[2:]) == {1}, "a single thread is faster, and is what the rest is measured with"
     assert measured.slowdown > 1
     for name in ("dense", "quantized", "rounding", "learning"):
         pace = getattr(measured, name)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from onptq.checkpoint.folder import CONFIG, INDEX
 from onptq.errors import OnPTQError
-from onptq.files import lies_inside, sync
+from onptq.files import lies_inside, size, sync
 
 STAGE = ".onptq-export"  # inside the output folder, so that moving is renaming on one file system
 RUN = "onptq"  # where runs of contract 1 have their records, which are never touched
@@ -50,7 +50,7 @@ def reported(out: Path, needed: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise OnPTQError(
-            f"cannot write the checkpoint to {out}: {error}; it needs {_size(needed)}, {_free(out)}"
+            f"cannot write the checkpoint to {out}: {error}; it needs {size(needed)}, {_free(out)}"
         ) from error
 
 
@@ -131,8 +131,4 @@ def _check_free(out: Path, needed: int) -> None:
 
 def _free(out: Path) -> str:
     existing = next(path for path in (out, *out.absolute().parents) if path.is_dir())
-    return f"{_size(shutil.disk_usage(existing).free)} are free there"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+    return f"{size(shutil.disk_usage(existing).free)} are free there"

@@ -74,7 +74,6 @@ def write_checkpoint(
     )
     needed = output_bytes(source, scheme) + companion_bytes(source.folder)
     plan = plan_shards(source, scheme, max_shard_bytes)
-    replacing = _Replacing(source, scheme, folded)
 
     def write_shard(position: int) -> tuple[int, list[str], int]:
         with reported(out, needed), Shard(stage, position, header_room(_output_names(checkpoint, decoder))) as shard:
@@ -101,6 +100,7 @@ def write_checkpoint(
 
     with ExitStack() as staging:
         stage = Path(ranks.lead(lambda: str(staging.enter_context(staged(out, needed)))))
+        replacing = _Replacing(source, scheme, folded)  # draws the first part: not before there is room
         written = sorted(shard for shards in ranks.each(write_own) for shard in shards)
         ranks.lead(finish)
 

@@ -64,7 +64,7 @@ def _lines(advice: Advice) -> list[str]:
 
 
 def _choice(number: int, choice: Choice) -> list[str]:
-    from onptq.plan.phases import size
+    from onptq.files import size
 
     row = choice.row
     if choice.weight_bytes is None or choice.cache_bytes is None:

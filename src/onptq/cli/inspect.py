@@ -79,11 +79,12 @@ def _print(inspection: Inspection, fix: Fix | None, quiet: bool) -> None:
 
 def _print_description(console: Console, it: Description) -> None:
     from onptq.errors import printable
+    from onptq.files import size
 
     rows = [
         ("architecture", f"{it.architecture or 'unknown'} ({it.family or 'a family that OnPTQ does not quantize'})"),
-        ("weights", f"{_size(it.bytes)} in {it.shards} shard{'s' if it.shards != 1 else ''}"),
-        *(("", f"{part.name}: {_size(part.bytes)}, {_quantized(part)}") for part in it.parts),
+        ("weights", f"{size(it.bytes)} in {it.shards} shard{'s' if it.shards != 1 else ''}"),
+        *(("", f"{part.name}: {size(part.bytes)}, {_quantized(part)}") for part in it.parts),
         *_quantization_rows(it),
         ("made by", "; ".join(it.makers) or "the files do not say"),
         ("beside it", ", ".join(f"{role} {file or '(missing)'}" for role, file in it.companions.items())),
@@ -145,7 +146,3 @@ def _stored(it: Description) -> str:
 
 def _quantized(part: Part) -> str:
     return f"{part.quantized} quantized modules" if part.quantized else "dense"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

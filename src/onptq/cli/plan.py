@@ -152,7 +152,7 @@ def _print(plan: Plan, quiet: bool) -> None:
 
 
 def _print_parts(console: Console, plan: Plan) -> None:
-    from onptq.plan.phases import size
+    from onptq.files import size
 
     assert plan.parts is not None
     parts, decoder = plan.parts, plan.parts.decoder
@@ -173,7 +173,8 @@ def _print_parts(console: Console, plan: Plan) -> None:
 
 
 def _print_phases(console: Console, plan: Plan) -> None:
-    from onptq.plan.phases import duration, size
+    from onptq.files import size
+    from onptq.plan.phases import duration
 
     assert plan.machine is not None
     machine, phases = plan.machine, plan.phases

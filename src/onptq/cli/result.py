@@ -23,6 +23,7 @@ NAMES = {"rtn": "RTN", "onptq": "OnPTQ"}
 
 def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str, str]]:
     """The few lines of a summary that a user wants to see at once; what the summary lacks is left out."""
+    from onptq.files import size
     from onptq.run import run_home
 
     for name in ("scheme", "method"):
@@ -68,9 +69,9 @@ def overview(summary: Mapping[str, Any], path: Path | str) -> Iterator[tuple[str
     if steps:
         parts = ", ".join(f"{step} {seconds:.1f}" for step, seconds in steps.items())
         yield "time", f"{sum(steps.values()):.0f} s ({parts})"
-    size = _mapping(summary.get("checkpoint")).get("bytes")
-    if isinstance(size, int | float):
-        yield "weights", f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    weights = _mapping(summary.get("checkpoint")).get("bytes")
+    if isinstance(weights, int | float):
+        yield "weights", size(weights)
     yield "checkpoint", str(path)
     yield "run files", f"{run_home(path)} (hold the prompts: do not upload them)"
 

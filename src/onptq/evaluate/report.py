@@ -13,6 +13,7 @@ from onptq.evaluate.metrics import Label
 from onptq.evaluate.scores import Scores
 from onptq.evaluate.statistics import Interval, fewest_differing
 from onptq.evaluate.summary import ModelReport, Pair, Report
+from onptq.files import size
 
 ABSENT = "-"
 FEW = 50  # clusters below which a percentile bootstrap is too narrow
@@ -232,7 +233,7 @@ def _cost(report: Report) -> ReportTable:
     for name, model in report.models.items():
         seconds = model.cost.get("seconds")
         shown = ABSENT if seconds is None else f"{seconds:.1f}"
-        rows.append([name, shown, _size(model.cost.get("peak_bytes")), _size(model.cost.get("checkpoint_bytes"))])
+        rows.append([name, shown, _bytes(model.cost.get("peak_bytes")), _bytes(model.cost.get("checkpoint_bytes"))])
     note = "Seconds and peak memory of calibration, where it was done here; on a CPU the whole process counts."
     if any(model.seeds for model in report.models.values()):
         note += " Of several seeds: the mean of the seconds, the most memory."
@@ -294,10 +295,8 @@ def _p(value: float) -> str:
     return f"{value:.2g}" if value >= 0.001 else "less than 0.001"
 
 
-def _size(size: int | None) -> str:
-    if size is None:
-        return ABSENT
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+def _bytes(count: int | None) -> str:
+    return ABSENT if count is None else size(count)
 
 
 def row(cells: Sequence[str]) -> str:

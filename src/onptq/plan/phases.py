@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from onptq.files import size
 from onptq.plan.estimate import Memory, Terms
 from onptq.plan.machine import Machine
 from onptq.recipe import Recipe
@@ -109,10 +110,6 @@ def _sides(machine: Machine) -> Iterator[tuple[str, int, Callable[[Phase], Terms
         yield f"GPU memory{each}", machine.device_free, lambda phase: phase.gpu
     if machine.host_free is not None:
         yield "host memory", machine.host_free, lambda phase: phase.host
-
-
-def size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def duration(seconds: float) -> str:

@@ -23,6 +23,7 @@ from onptq.data.calibration import Prompts, check_on_bad_prompt, gather_prompts
 from onptq.data.prompts import Prompt
 from onptq.engine.budget import Held
 from onptq.errors import OnPTQError
+from onptq.files import size
 from onptq.methods.experts import check_method
 from onptq.models.processing import PromptProcessor, context_length
 from onptq.models.sharding import Layout
@@ -30,7 +31,7 @@ from onptq.plan.estimate import Memory
 from onptq.plan.layouts import WHERE, Model
 from onptq.plan.machine import Machine, this_machine
 from onptq.plan.parts import Parts, Shapes, find_parts
-from onptq.plan.phases import Phase, duration, fitting_changes, refuse_too_large, size
+from onptq.plan.phases import Phase, duration, fitting_changes, refuse_too_large
 from onptq.plan.probe import probe_rates
 from onptq.plan.seconds import Rates, Seconds, datasheet_rates
 from onptq.plan.work import CANDIDATES, Work, count_work, work_of
