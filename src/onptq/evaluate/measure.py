@@ -179,7 +179,8 @@ def _attribute(session: Session, name: str) -> None:
     theta = read_file(run, lambda path: Theta.load(path, session.device), *path_of(name, THETA))
     rollouts = read_file(run, read_trajectories, *path_of(name, ROLLOUTS))
     states = read_file(run, States.read, *path_of(name, STATES))
-    with session.reporter.phase(f"Attribute {name}", total=RESPONSES, unit="responses") as bar:
+    total = min(RESPONSES, len(states.take(states.candidates).rows_by_prompt()))
+    with session.reporter.phase(f"Attribute {name}", total=total, unit="responses") as bar:
         losses = margin_losses(
             session.policy(), theta, session.prefixes().prompts, rollouts, states, advance=bar.advance
         )

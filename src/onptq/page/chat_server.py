@@ -37,7 +37,7 @@ class Reply:
 
 
 class ChatServer(Client):
-    """A server that is asked at `url`: its root, its /v1, or its /v1/chat/completions."""
+    """A server at `url`: its root, its /v1, or its /v1/chat/completions."""
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = TIMEOUT) -> None:
         super().__init__(url, key=key, timeout=timeout, advice="give it more with --timeout")
@@ -46,13 +46,13 @@ class ChatServer(Client):
 
     def answer(self, prompt: Prompt, max_tokens: int) -> Reply:
         """The greedy answer to a prompt."""
-        asked = {"model": self.model, "messages": chat_messages(prompt), "max_tokens": max_tokens}
-        asked |= {"temperature": 0, "stream": False}
+        request = {"model": self.model, "messages": chat_messages(prompt), "max_tokens": max_tokens}
+        request |= {"temperature": 0, "stream": False}
         further = {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if self._log_probabilities else {}
-        status, content = self.ask("POST", CHAT, asked | further)
+        status, content = self.ask("POST", CHAT, request | further)
         if further and status in REFUSED and b"logprob" in content.lower():
             self._log_probabilities = False
-            status, content = self.ask("POST", CHAT, asked)
+            status, content = self.ask("POST", CHAT, request)
         reply = self.content(status, content, CHAT)
         try:
             return read_reply(reply)
@@ -82,7 +82,7 @@ def read_reply(reply: Mapping[str, Any]) -> Reply:
 
 
 def _token(one: Mapping[str, Any]) -> Token:
-    """Of tokens with the same text, as special ones may have, the likeliest is kept."""
+    """The token with its competitors; of several with the same text, as special ones may have, the likeliest."""
     own, top = _bytes(one), dict[bytes, float]()
     for other in (*(one.get("top_logprobs") or ()), one):
         value = float(other["logprob"])

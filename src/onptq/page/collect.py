@@ -96,7 +96,7 @@ class Files:
         ]
         if missing or not run.has(TOKENS):
             raise OnPTQError(
-                f"{folder} was written by an earlier onptq, which kept no {' and no '.join(missing or [TOKENS])}; the same "
+                f"{folder} was written by an earlier onptq, without {' and '.join(missing or [TOKENS])}; the same "
                 "`onptq compare` adds what is missing, and measures nothing twice"
             )
         results = read_results(run, bool(report["items"]), bool(report["prompts"]))
@@ -132,12 +132,12 @@ def collect(folder: Path) -> Page:
     candidates = [_candidate(name, files, bare, items, said, resampler) for name in files.identities]
     album = Album(files.previews)
     prompts = [
-        replace(one, turns=album.turns(asked, badness_of_prompt(place, candidates)))
-        for place, (one, asked) in enumerate(zip(bare, files.prompts, strict=True))
+        replace(one, turns=album.turns(source, badness_of_prompt(place, candidates)))
+        for place, (one, source) in enumerate(zip(bare, files.prompts, strict=True))
     ]
     items = [
-        replace(one, turns=album.turns(asked, badness_of_item(one, place, candidates)))
-        for place, (one, asked) in enumerate(zip(items, files.items, strict=True))
+        replace(one, turns=album.turns(source, badness_of_item(one, place, candidates)))
+        for place, (one, source) in enumerate(zip(items, files.items, strict=True))
     ]
     tasks: dict[str, int] = {}
     for one in items:

@@ -190,13 +190,13 @@ def _candidate(
     in_words: bool,
     resampler: Resampler,
 ) -> Candidate:
-    """`differs`: of every prompt that was asked twice, whether the second answer has another text."""
+    """`differs`: of every prompt that was sent twice, whether the second answer has another text."""
     ones = np.ones(len(responses))
     changed = np.array([one.fork is not None for one in responses], np.float64)
     shared = np.array([len(one.answer.tokens or ()) if one.fork is None else one.fork for one in responses], np.float64)
     measures = {
         "reworded": Ratio((Part(PROMPTS, changed, ones),), 100),
-        "noise_responses": Ratio((Part("asked twice", np.array(differs, np.float64), np.ones(len(differs))),), 100),
+        "noise_responses": Ratio((Part("sent twice", np.array(differs, np.float64), np.ones(len(differs))),), 100),
     }
     if not in_words:
         measures["first_fork"] = Ratio((Part(PROMPTS, shared, ones),))

@@ -38,7 +38,7 @@ def fitted(page: Page, room: int, pack: Callable[[Page], str]) -> str:
 
 
 def _thinner(page: Page) -> Iterator[Page]:
-    """The page with less and less of what is kept of single states."""
+    """The page with fewer and fewer details of single states."""
     page = _each(page, True, lambda one: _heaviest(one, ROUND_DETAILS))
     yield page
     page = _each(page, True, lambda one: _only(one, lambda states, at: False))
@@ -57,7 +57,7 @@ def _each(page: Page, aside: bool, change: Callable[[Candidate], Candidate]) -> 
 
 
 def _heaviest(candidate: Candidate, most: int) -> Candidate:
-    """The candidate with details of the states that weigh most."""
+    """The candidate with details of the states that matter most."""
     known = [one.states for one in candidate.responses if one is not None and one.states is not None]
     weights = sorted((weight for one in known for weight in one.weight), reverse=True)
     least = weights[most] if len(weights) > most else -1.0
@@ -73,18 +73,18 @@ def _response(response: Response, wanted: Wanted) -> Response:
     states = response.states
     if states is None:
         return response
-    kept = [wanted(states, at) for at in range(len(states.kind))]
-    top = [one if keep else None for one, keep in zip(states.top, kept, strict=True)]
-    futures = [one if keep else None for one, keep in zip(states.futures, kept, strict=True)]
+    chosen = [wanted(states, at) for at in range(len(states.kind))]
+    top = [one if detailed else None for one, detailed in zip(states.top, chosen, strict=True)]
+    futures = [one if detailed else None for one, detailed in zip(states.futures, chosen, strict=True)]
     return replace(response, states=replace(states, top=top, futures=futures))
 
 
 def _with_media(bare: Page, page: Page, room: int) -> Page:
     """The page with the media of its worst examples, as many as there is room for."""
     rank = [0.0] * len(page.media)
-    asked = [(one, badness_of_prompt(place, page.candidates)) for place, one in enumerate(page.prompts)]
-    asked += [(one, badness_of_item(one, place, page.candidates)) for place, one in enumerate(page.items)]
-    for question, badness in asked:
+    questions = [(one, badness_of_prompt(place, page.candidates)) for place, one in enumerate(page.prompts)]
+    questions += [(one, badness_of_item(one, place, page.candidates)) for place, one in enumerate(page.items)]
+    for question, badness in questions:
         for place in (part.media for turn in question.turns for part in turn.parts if part.media is not None):
             rank[place] = max(rank[place], badness)
     media = list(bare.media)

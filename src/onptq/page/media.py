@@ -15,7 +15,7 @@ LEFT_OUT = "left out, so that the page stays small"
 
 
 class Album:
-    """The media of all questions, each once. Files are not read where `previews` has what a run kept of them."""
+    """The media of all questions, each once. Files are not read where `previews` has them."""
 
     def __init__(self, previews: Previews | None = None, budget: int = BUDGET) -> None:
         self._previews = previews
@@ -25,7 +25,7 @@ class Album:
         self._ranks: list[float] = []
 
     def turns(self, prompt: Prompt, badness: float = 0.0) -> list[Turn]:
-        """The messages, with their media put into the album. The worse a question's answers, the earlier its media are kept."""
+        """The messages, with their media put into the album. The worse a question's answers, the earlier its media get room."""
         files: dict[Modality, Iterable[Source]] = {"image": iter(prompt.images), "audio": iter(prompt.audios)}
         turns = []
         for message in prompt.messages:
@@ -56,10 +56,10 @@ class Album:
         """All of them in their order; what the budget does not hold, or nobody can read, has a note instead."""
         media: dict[int, Media] = {}
         for place in sorted(range(len(self._sources)), key=lambda place: (-self._ranks[place], place)):
-            media[place] = self._kept(*self._sources[place])
+            media[place] = self._within_budget(*self._sources[place])
         return [media[place] for place in range(len(media))]
 
-    def _kept(self, kind: Modality, source: Source) -> Media:
+    def _within_budget(self, kind: Modality, source: Source) -> Media:
         name = source.path.name if source.path is not None else f"{kind} {source.sha256[:8]}"
         if self._left < self._spent:
             return Media(kind, name, None, LEFT_OUT)

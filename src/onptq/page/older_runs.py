@@ -1,4 +1,4 @@
-"""Texts and messages of runs of earlier versions, which kept token ids alone: read back by the checkpoint's tokenizer."""
+"""Texts and messages of runs of earlier versions, which hold token ids alone: read back by the checkpoint's tokenizer."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def receipt_of_servers(
     """Addresses, what the servers call their models, the hash of the prompts, and of every candidate how far it is.
 
     KL is that of the states up to the first fork, a lower bound. Noise is the share of answers with another text where a prompt
-    was asked twice."""
+    was sent twice."""
     servers: list[dict[str, Any]] = [
         {"name": one.name, "url": one.url, "model": model} for one, model in zip(endpoints, models, strict=True)
     ]

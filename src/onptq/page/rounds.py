@@ -36,8 +36,8 @@ from onptq.run import RECORD, SUMMARY
 from onptq.version import __version__
 
 NOTE = (
-    "The dense model's own answers are kept of held-out prompts. Where an answer to a calibration prompt leaves them is its "
-    "first changed decision; up to there both models say the same."
+    "The run has the dense model's own answers to held-out prompts alone. Where an answer to a calibration prompt leaves them "
+    "is its first changed decision; up to there both models say the same."
 )
 MOST = 8192  # states of a round
 PROMPTS = "prompts.parquet"
@@ -78,7 +78,7 @@ class RunFiles:
         return Album(read_previews(self.home / PREVIEWS), budget)
 
     def question(self, one: Prompt, turns: Sequence[Turn]) -> Question:
-        """The prompt with the dense model's answer; that is empty where none was kept."""
+        """The prompt with the dense model's answer; that is empty where the run has none."""
         dense = spoken(self.dense[one.ordinal], self.texts) if one.ordinal in self.dense else Answer("")
         return Question(one.id, one.task, one.kinds, turns, dense, one.reference)
 
@@ -123,22 +123,24 @@ def with_rounds(page: Page, home: Path, checkpoint: Path) -> Page:
         return page
     files = RunFiles.read(home, checkpoint)
     stages = [stage for stage in files.stages if stage.name.startswith(ROUND)]
-    asked = [one for one, role in zip(files.prompts, files.roles, strict=True) if role == "calibration"]
-    if not stages or not asked:
+    calibration = [one for one, role in zip(files.prompts, files.roles, strict=True) if role == "calibration"]
+    if not stages or not calibration:
         return page
-    rounds = [_candidate(stage, files, asked, None) for stage in stages]
-    shown = [place for place in range(len(asked)) if any(one.responses[place] is not None for one in rounds)]
+    rounds = [_candidate(stage, files, calibration, None) for stage in stages]
+    shown = [place for place in range(len(calibration)) if any(one.responses[place] is not None for one in rounds)]
     album = files.album(BUDGET - sum(len(one.src or "") for one in page.media))
     prompts = [
-        files.question(asked[place], _behind(page, album.turns(asked[place], badness_of_prompt(place, rounds))))
+        files.question(
+            calibration[place], _behind(page, album.turns(calibration[place], badness_of_prompt(place, rounds)))
+        )
         for place in shown
     ]
     before, behind = [None] * len(page.prompts), [None] * len(prompts)
     rounds = [replace(one, responses=[*before, *(one.responses[place] for place in shown)]) for one in rounds]
-    left = f", {len(shown)} of them here: those with the highest risk" if len(shown) < len(asked) else ""
+    left = f", {len(shown)} of them here: those with the highest risk" if len(shown) < len(calibration) else ""
     return replace(
         page,
-        origin=f"{page.origin}; rounds: {len(asked)} calibration prompts{left}",
+        origin=f"{page.origin}; rounds: {len(calibration)} calibration prompts{left}",
         candidates=[*(replace(one, responses=[*one.responses, *behind]) for one in page.candidates), *rounds],
         prompts=[*page.prompts, *prompts],
         media=[*page.media, *album.media()],

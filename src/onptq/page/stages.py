@@ -73,8 +73,8 @@ def stages_of(home: Path, recipe: Recipe) -> Iterable[Stage]:
         learned = learned if recipe.calibrate.gamma else "prompt tokens alone"
         how = f"The calibration prompts of round {k + 1}{whose}; its update learns from {learned}."
         details = home / DETAILS_OF_ROUND.format(k)
-        kept = read_details(details) if details.is_file() else {}
-        yield Stage(f"{ROUND}{k + 1}", how, bank, banks[k + 1 :], kept)
+        likeliest = read_details(details) if details.is_file() else {}
+        yield Stage(f"{ROUND}{k + 1}", how, bank, banks[k + 1 :], likeliest)
 
 
 def became(visit: Visit, prompt: int, later: Sequence[Visit]) -> list[list[Kind | None]]:
@@ -96,7 +96,7 @@ def _kinds_there(tokens: Sequence[int], other: Visit, prompt: int) -> list[Kind 
 
 
 def detailed(stage: Stage, home: Path) -> Stage:
-    """The result with what was kept of its states; other stages as they are."""
+    """The result with the details of its states; other stages as they are."""
     files = home / HELD_OUT_MISMATCHES, home / HELD_OUT_DETAILS
     if stage.name != "result" or not all(file.is_file() for file in files):
         return stage

@@ -178,11 +178,11 @@ def _drawn(plot: Plot, convert: str, changes: Mapping[str, Any], **options: Any)
 
 def _widened(head: str) -> str:
     """The opening tag of an SVG with room on the left: a reader's font may be wider than the one that was measured."""
-    found = _SIZE.search(head)
-    assert found is not None
-    width, height = float(found["width"]), found["height"]
+    opening = _SIZE.search(head)
+    assert opening is not None
+    width, height = float(opening["width"]), opening["height"]
     size = f'width="{width + MARGIN:g}" height="{height}" viewBox="{-MARGIN} 0 {width + MARGIN:g} {height}"'
-    return head[: found.start()] + size + head[found.end() :]
+    return head[: opening.start()] + size + head[opening.end() :]
 
 
 def write_png(plot: Plot, path: Path) -> None:

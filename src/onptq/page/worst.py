@@ -1,4 +1,4 @@
-"""Which examples are the worst: these are shown first, and what belongs to them is kept first."""
+"""Which examples are the worst: these are shown first, and what belongs to them gets room first."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def risk_of(response: Response | None) -> float:
 
 def riskiest(responses: Sequence[Response | None], most: int) -> list[Response | None]:
     """The responses with the riskiest states while they have no more than so many; None for the others."""
-    left, kept = most, set()
+    left, chosen = most, set()
     for place in sorted(range(len(responses)), key=lambda place: -risk_of(responses[place])):
         own = responses[place]
         count = len(own.states.kind) if own is not None and own.states is not None else 0
         if count > left:
             break
         left -= count
-        kept.add(place)
-    return [one if place in kept else None for place, one in enumerate(responses)]
+        chosen.add(place)
+    return [one if place in chosen else None for place, one in enumerate(responses)]
