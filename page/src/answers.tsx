@@ -44,12 +44,13 @@ export function Answers({ page, one, states, at, scale, onToken }: Given) {
             </span>
           )}
         </h4>
-        {states && tokens ? (
+        {states && quantized && tokens ? (
           <Tokens
             key={one.key}
             page={page}
             tokens={tokens}
             states={states}
+            rest={after(page, quantized, tokens, states.kind.length)}
             fork={one.fork}
             at={at}
             scale={scale}
@@ -111,14 +112,19 @@ function partsOf(
 
 /** The text before, at and after the fork; without the token that ends an answer, unless that is the fork. */
 function byTokens(page: Page, answer: Answer, tokens: number[], fork: number): Parts {
-  const text = (from: number, to?: number) => {
-    const pieces = tokens.slice(from, to).map((id) => page.tokens[id] ?? "");
-    return pieces.join("");
-  };
-  const [before, parting] = [text(0, fork), text(fork, fork + 1)];
-  const known = answer.text.startsWith(before + parting);
-  const after = known ? answer.text.slice(before.length + parting.length) : text(fork + 1);
-  return [visible(before), visible(parting), visible(after)];
+  const [before, parting] = [written(page, tokens.slice(0, fork)), written(page, tokens.slice(fork, fork + 1))];
+  return [visible(before), visible(parting), visible(after(page, answer, tokens, fork + 1))];
+}
+
+/** The text of an answer behind so many of its tokens. */
+function after(page: Page, answer: Answer, tokens: number[], count: number): string {
+  if (count >= tokens.length) return "";
+  const before = written(page, tokens.slice(0, count));
+  return answer.text.startsWith(before) ? answer.text.slice(before.length) : written(page, tokens.slice(count));
+}
+
+function written(page: Page, tokens: number[]): string {
+  return tokens.map((id) => page.tokens[id] ?? "").join("");
 }
 
 function byWords(text: string, shared: number): Parts {

@@ -13,13 +13,14 @@ interface Given {
   page: Page;
   tokens: number[];
   states: States;
+  rest: string; // the text behind the last state: two servers are compared up to the first fork
   fork: number | null;
   at: number;
   scale: number[];
   onToken: (token: number) => void;
 }
 
-export function Tokens({ page, tokens, states, fork, at, scale, onToken }: Given) {
+export function Tokens({ page, tokens, states, rest, fork, at, scale, onToken }: Given) {
   const box = useRef<HTMLDivElement>(null);
   const first = useRef(true);
   useLayoutEffect(() => {
@@ -77,6 +78,12 @@ export function Tokens({ page, tokens, states, fork, at, scale, onToken }: Given
           chosen={i === at}
         />
       ))}
+      {rest !== "" && (
+        // biome-ignore lint/a11y/useFocusableInteractive: as a token, but nothing is known of it
+        <span role="option" aria-disabled="true" aria-selected="false" title="Compared by its text alone">
+          {visible(rest)}
+        </span>
+      )}
     </div>
   );
 }

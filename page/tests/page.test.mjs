@@ -373,6 +373,25 @@ describe("candidates", () => {
     });
   });
 
+  test("an answer is shown whole where its states end at the first fork", async () => {
+    const servers = page({ candidates: 1, prompts: 4, items: 0 });
+    const [{ response, place }] = servers.candidates[0].responses
+      .map((one, at) => ({ response: one, place: at }))
+      .filter(({ response: one }) => one.fork !== null && one.fork < one.answer.tokens.length - 2);
+    for (const name of Object.keys(response.states)) {
+      response.states[name] = response.states[name].slice(0, response.fork + 1);
+    }
+    const hash = `#example=prompt:${servers.prompts[place].id}`;
+    await read(write(servers, join(folder, "servers.html")), { hash }, async (tab) => {
+      assert.equal(await tab.locator(".tokens .token").count(), response.fork + 1);
+      const shown = await tab.locator(".tokens").evaluate((one) => one.textContent);
+      assert.equal(shown.trim(), response.answer.text.trim());
+      await tab.locator(".tokens").focus();
+      for (const key of ["ArrowDown", "ArrowDown", "End"]) await tab.keyboard.press(key);
+      assert.equal(await chosenToken(tab), response.fork);
+    });
+  });
+
   test("a page with one candidate and no states needs neither", async () => {
     const bare = page({ candidates: 1, prompts: 4, items: 0 });
     bare.candidates[0] = { ...bare.candidates[0], served: [], plots: [], size_bytes: null, scheme: null };
