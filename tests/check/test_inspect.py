@@ -11,7 +11,7 @@ from checkpoint_models import Checkpoints, copied, defects, edited, notes, run
 from conftest import FAMILIES, MULTIMODAL
 
 from onptq.check.static import check_folder, inspect_folder
-from onptq.checkpoint.quantization import Numbers, parse_quantization
+from onptq.checkpoint.quantization import Numbers, compressed_scheme, parse_quantization
 from onptq.schemes import NAMED
 
 SCHEMES = ("W8A8", "W4A16", "W4A16-g32-asym", "W4A8", "W4A8-g32", "W4A6", "W3A16-g32")
@@ -151,6 +151,12 @@ def test_other_makers_sections_are_read(
     assert parsed.method == method
     assert parsed.groups[0].weights == weights
     assert parsed.groups[0].activations == activations
+    assert compressed_scheme(section) is None, "servers compute other things of it"
+
+
+def test_a_section_that_nobody_can_read_names_no_scheme() -> None:
+    assert compressed_scheme(None) is None
+    assert compressed_scheme({"quant_method": "compressed-tensors", "config_groups": 3}) is None
 
 
 def test_only_plain_integers_are_called_by_a_scheme() -> None:

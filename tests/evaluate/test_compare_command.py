@@ -57,6 +57,7 @@ from onptq.models.encoding import encode
 from onptq.models.language_model import LanguageModel
 from onptq.models.processing import PromptProcessor
 from onptq.models.structure import find_structure
+from onptq.page.collect import collect
 from onptq.progress import Bar, QuietReporter
 from onptq.recipe import Recipe
 from onptq.run import run_home
@@ -202,6 +203,15 @@ def test_states_of_a_method_and_of_a_checkpoint_are_those_of_the_library_s_steps
     for states in (compare_states(dense, rollouts), compare_states(dense, rollouts, quantized=other)):
         for name, column in vars(expected).items():
             assert np.array_equal(column, getattr(states, name)), name
+
+
+def test_the_page_says_which_numbers_a_checkpoint_holds_and_what_servers_compute(compared: Any) -> None:
+    out, _, _ = compared
+    method, _, checkpoint = collect(out).candidates
+    assert checkpoint.how == "A checkpoint that was made elsewhere: weights in 4 bits, activations in 8 bits."
+    assert (checkpoint.title, checkpoint.scheme) == ("rounded", "W4A8")
+    assert checkpoint.served
+    assert checkpoint.served == method.served
 
 
 def test_a_method_and_the_checkpoint_that_was_written_of_it_differ_in_nothing(compared: Any) -> None:

@@ -213,7 +213,7 @@ def test_a_comparison_of_an_earlier_version_is_completed_by_the_same_command(
     for name in ("prompts.parquet", "items.parquet", "tokens.json"):
         (copy / "onptq" / name).unlink()
     (home(copy, CANDIDATES[0]) / "details.parquet").unlink()
-    with pytest.raises(OnPTQError, match=r"kept no prompts\.parquet and no items\.parquet"):
+    with pytest.raises(OnPTQError, match=r"without prompts\.parquet and items\.parquet"):
         collect(copy)
     prompts = load_manifest(small / "prompts.jsonl")
     compare_models(small, CANDIDATES, copy, items=items, prompts=prompts, recipe=RECIPE, replicates=50, origin="tests")

@@ -114,6 +114,15 @@ class Quantization:
             return None
 
 
+def compressed_scheme(section: Mapping[str, Any] | None) -> Scheme | None:
+    """The scheme of a compressed-tensors checkpoint, as OnPTQ would name it; None where no name fits, and for other formats."""
+    try:
+        quantization = parse_quantization(section)
+    except (TypeError, ValueError, AttributeError):
+        return None
+    return quantization.scheme if quantization is not None and quantization.method == COMPRESSED else None
+
+
 def parse_quantization(section: Mapping[str, Any] | None) -> Quantization | None:
     if section is None:
         return None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from onptq.checkpoint.exportable import check_exportable, check_groups
+from onptq.checkpoint.quantization import compressed_scheme
 from onptq.checkpoint.source import Source, choose_device, choose_dtype, find_source, open_checkpoint
 from onptq.data.manifest import manifest_digest
 from onptq.data.prompts import Prompt
@@ -178,12 +179,14 @@ def _record(
                 f"{candidate.folder} is a {source.family.name} model, the dense one is {dense.family.name}; expected a "
                 "quantized version of the same model"
             )
-        return {"name": candidate.name, "checkpoint": source.sha256()}
+        stored = compressed_scheme(source.checkpoint.quantization)
+        record: dict[str, Any] = {"name": candidate.name, "checkpoint": source.sha256()}
+        return record if stored is None else record | {"stored": str(stored)}
     recipe, data = candidate.recipe, candidate.recipe.data
     used = calibration[: data.prompts] if recipe.needs_prompts else []
     if recipe.needs_prompts and not used:
         raise OnPTQError(f"{candidate.name} needs calibration prompts to be built; give a manifest (JSONL or parquet)")
-    record: dict[str, Any] = {"name": candidate.name, "method": recipe.method, "scheme": str(candidate.scheme)}
+    record = {"name": candidate.name, "method": recipe.method, "scheme": str(candidate.scheme)}
     record["calibration"] = manifest_digest(used)
     if recipe.init_steps is not None:
         record["init_steps"] = recipe.init_steps

@@ -207,11 +207,11 @@ def _candidate(
         key: Figure(one["value"], one["low"], one["high"])
         for key, one in _model(files.report, name).get("figures", {}).items()
     }
-    scheme = identity.get("scheme")
+    scheme = identity.get("scheme", identity.get("stored"))
     plot = erosion_by_linear(files.attributions[name]) if name in files.attributions else None
     return Candidate(
         name,
-        display(shown(name)) if scheme else name,
+        display(shown(name)) if "scheme" in identity else name,
         how_made(identity),
         verdict(responses, flips, resampler),
         figures | _costs(result.cost, name, files),

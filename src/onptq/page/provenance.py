@@ -25,19 +25,11 @@ def served_by(scheme: str | None) -> list[Served]:
 
 def how_made(identity: Mapping[str, Any]) -> str:
     """What was quantized and how, in a sentence, from the record of a candidate."""
+    if "stored" in identity:
+        return f"A checkpoint that was made elsewhere: {_formats(Scheme.parse(identity['stored']))}."
     if "scheme" not in identity:
         return "A checkpoint that was made elsewhere."
-    scheme = Scheme.parse(identity["scheme"])
-    bits = f"weights in {_numbers(scheme.weight_grid)}"
-    rows = f"{scheme.block_rows} x " if scheme.block_rows > 1 else ""
-    bits += f" by groups of {rows}{scheme.group_size}" if scheme.group_size is not None else ""
-    bits += (
-        f", activations in {_numbers(scheme.activation_grid)}"
-        if scheme.quantizes_activations
-        else ", activations as they were"
-    )
-    bits += "" if scheme.cache_floats is None else f", KV cache in {_numbers(scheme.cache_floats)}"
-    bits += f", and others for {', '.join(pattern for pattern, _ in scheme.others)}" if scheme.others else ""
+    bits = _formats(Scheme.parse(identity["scheme"]))
     recipe, method = identity.get("recipe"), identity.get("method")
     if recipe is not None:
         rounds = "one round" if recipe["rounds"] == 1 else f"{recipe['rounds']} rounds"
@@ -48,6 +40,19 @@ def how_made(identity: Mapping[str, Any]) -> str:
 def display(name: str) -> str:
     """The name of a method or a candidate as people write it."""
     return re.sub(r"^onptq(?=$|[:@#])", "OnPTQ", METHODS.label(name))
+
+
+def _formats(scheme: Scheme) -> str:
+    bits = f"weights in {_numbers(scheme.weight_grid)}"
+    rows = f"{scheme.block_rows} x " if scheme.block_rows > 1 else ""
+    bits += f" by groups of {rows}{scheme.group_size}" if scheme.group_size is not None else ""
+    bits += (
+        f", activations in {_numbers(scheme.activation_grid)}"
+        if scheme.quantizes_activations
+        else ", activations as they were"
+    )
+    bits += "" if scheme.cache_floats is None else f", KV cache in {_numbers(scheme.cache_floats)}"
+    return bits + (f", and others for {', '.join(pattern for pattern, _ in scheme.others)}" if scheme.others else "")
 
 
 def _numbers(grid: Grid) -> str:

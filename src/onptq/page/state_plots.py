@@ -128,10 +128,10 @@ def first_forks(candidate: Candidate) -> Plot | None:
             "tooltip": tips(("first", "shared tokens, from"), ("end", "to below"), ("responses", "responses")),
         },
     }
-    unparted = len(responses) - len(forks)
+    unparted, median = len(responses) - len(forks), sorted(forks)[(len(forks) - 1) // 2]
     caption = (
         f"{len(forks):,} of {len(responses):,} responses leave the dense model's answer, half of them after at most "
-        f"{sorted(forks)[(len(forks) - 1) // 2]} shared tokens; {unparted:,} never do."
+        f"{median} shared token{'' if median == 1 else 's'}; {unparted:,} never do."
     )
     return picture("first-forks", "Where answers part", caption, body)
 
