@@ -56,8 +56,9 @@ def readme_table() -> list[str]:
         experts = {FAMILIES[name].sparse for name in names}
         hub = REGISTERED[names[0]][2]
         rows.append(f"| {people} | {_takes(FAMILIES[names[0]].modalities)} | {EXPERTS[frozenset(experts)]} | {hub} |")
-    found = [made.examples.partition(":")[0] for key, made in (CLASSES | SPARSE).items() if not _registered(key)]
-    rows.append(f"| any of this structure | as its processor | both | {', '.join(sorted(dict.fromkeys(found)))} |")
+    others = [made for key, made in (CLASSES | SPARSE).items() if not _registered(key)]
+    examples = sorted({made.examples.partition(":")[0].partition(",")[0] for made in others}, key=str.lower)
+    rows.append(f"| any of this structure | as its processor | both | {', '.join(examples)} |")
     return [*README_HEAD, *rows]
 
 
