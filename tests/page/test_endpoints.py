@@ -525,7 +525,7 @@ def test_the_same_server_twice_needs_names() -> None:
 # --- bounds by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_divergences_over_the_tokens_that_both_name_are_lower_bounds() -> None:
+def test_divergences_over_the_tokens_that_servers_name_are_lower_bounds() -> None:
     generator = np.random.default_rng(0)
     for _ in range(50):
         p, q = (generator.dirichlet(np.full(30, 0.3)) for _ in range(2))
@@ -556,4 +556,9 @@ def test_divergences_of_two_tokens_by_hand() -> None:
         / 2,
         abs=1e-4,
     )
-    assert divergences({b"a": -0.1}, {b"b": -0.1}) == pytest.approx((0.0, 0.0), abs=1e-9)
+    left = 1 - math.exp(-0.1)
+    js, kl = divergences({b"a": -0.1}, {b"b": -0.1})
+    assert kl == pytest.approx((1 - 2 * left) * math.log((1 - left) / left), abs=1e-4), (
+        "each has no more of the other's"
+    )
+    assert 0.3 < js < math.log(2)

@@ -1,7 +1,7 @@
 """States from log-probabilities: what two servers' likeliest tokens say of two models, where both saw the same text.
 
-Margins, JS and KL are taken over the tokens that are among the likeliest of both, all others together. Erosion, JS and KL are
-lower bounds; so is the dense model's margin.
+A token that a server does not name among its likeliest is no likelier than the last of these. So erosion, JS, KL and the dense
+model's margin are lower bounds.
 """
 
 from __future__ import annotations
@@ -124,13 +124,34 @@ def _above(top: Mapping[bytes, float], token: bytes) -> float:
 
 
 def divergences(dense: Mapping[bytes, float], own: Mapping[bytes, float]) -> tuple[float, float]:
-    """JS and KL over the tokens that both name, all others together: no larger than over all tokens one by one."""
-    common = sorted(token for token in dense.keys() & own.keys() if BROKEN not in token)
-    p, q = (np.array([math.exp(each[token]) for token in common]) for each in (dense, own))
-    p, q = (np.append(each, max(ROUNDING, 1.0 - each.sum())) for each in (p, q))
-    p, q = p / p.sum(), q / q.sum()
-    middle = (p + q) / 2
-    return (_kl(p, middle) + _kl(q, middle)) / 2, _kl(p, q)
+    """JS and KL over the tokens that both name, those that one of them names, and all others: lower bounds of the true ones.
+
+    A token that a model does not name is no likelier than the last one that it names. Where that says nothing, tokens are counted
+    among all others. Counting tokens together makes no divergence larger.
+    """
+    p, q = ({token: math.exp(value) for token, value in each.items() if BROKEN not in token} for each in (dense, own))
+    of_dense, of_own = p.keys() - q.keys(), q.keys() - p.keys()
+    apart = [
+        (sum(p[token] for token in of_dense), _at_most(len(of_dense), own, q)),
+        (_at_most(len(of_own), dense, p), sum(q[token] for token in of_own)),
+    ]
+    cells = [(p[token], q[token]) for token in sorted(p.keys() & q.keys())]
+    signs = [1, -1]  # the dense model has more of the first, the other one of the second
+    while True:
+        rest = [max(ROUNDING, 1.0 - sum(cell[side] for cell in (*cells, *apart))) for side in (0, 1)]
+        lasting = [at for at, (one, other) in enumerate(apart) if signs[at] * (one * rest[1] - other * rest[0]) > 0]
+        if len(lasting) == len(apart):
+            break
+        apart, signs = [apart[at] for at in lasting], [signs[at] for at in lasting]
+    columns = np.array([*cells, *apart, rest])
+    first, second = (columns[:, side] / columns[:, side].sum() for side in (0, 1))
+    middle = (first + second) / 2
+    return (_kl(first, middle) + _kl(second, middle)) / 2, _kl(first, second)
+
+
+def _at_most(count: int, top: Mapping[bytes, float], named: Mapping[bytes, float]) -> float:
+    """The highest probability that so many tokens together can have of which a model names none."""
+    return max(ROUNDING, min(count * math.exp(min(top.values())), 1.0 - sum(named.values()))) if count else 0.0
 
 
 def _kl(p: Column, q: Column) -> float:

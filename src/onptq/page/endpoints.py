@@ -35,9 +35,9 @@ ASKED_TWICE = 16  # prompts, so that it is known how often a server answers the 
 FIGURES = {"reworded": "%", "first_fork": "tokens", "noise_responses": "%"}
 LABELS = {**BEHAVIOUR, **DAMAGE}
 BOUNDS = (
-    f"The servers give the {TOP_LOGPROBS} likeliest tokens of a state. Margins, erosion, JS and KL are taken over those that "
-    "both models name, all others together, up to the first fork: true values are at least as large. Behind it the models see "
-    "different texts, and only these can be compared."
+    f"The servers give the {TOP_LOGPROBS} likeliest tokens of a state; any other is no likelier than the last of these. "
+    "Margins, erosion, JS and KL follow from them up to the first fork: true values are at least as large. Behind it the models "
+    "see different texts, and only these can be compared."
 )
 NOISE = (
     "Noise floor: {count} of the prompts were given to every quantized model a second time. Under load a server may differ from "
