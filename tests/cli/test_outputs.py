@@ -26,6 +26,7 @@ import onptq
 from onptq.data.calibration import in_order, split
 from onptq.data.manifest import load_manifest
 from onptq.data.prompts import Prompt
+from onptq.evaluate.guard import CALIBRATED_ELSEWHERE, INIT_ELSEWHERE
 from onptq.models.structure import LINEARS, NORMS, READERS
 from onptq.recipe import Recipe
 from onptq.run import run_home
@@ -116,10 +117,13 @@ def test_the_files_of_a_run_are_these_and_no_others(run: Path, model: Tiny) -> N
         "summary.json",
         "log.jsonl",
         "prompts.parquet",
+        "previews.parquet",
+        "tokens.json",
         "init.safetensors",
     }
     expected |= {f"{part}/{name}" for part in ("final", "rtn/final") for name in HELD_OUT_FILES}
     expected |= {f"final/{name}" for name in ("choice.json", "dense_trajectories.parquet", *DETAIL_FILES)}
+    expected |= {CALIBRATED_ELSEWHERE, INIT_ELSEWHERE}
     of_round = (*ROUND_FILES, *HELD_OUT_FILES, "details.parquet")
     expected |= {f"rounds/{k}/{name}" for k in range(ROUNDS) for name in of_round}
     home = run_home(run)
@@ -161,10 +165,14 @@ def test_the_document_names_every_file_and_every_column() -> None:
         *ROUND_FILES,
         *HELD_OUT_FILES,
         "choice.json",
+        CALIBRATED_ELSEWHERE,
+        INIT_ELSEWHERE,
         "recipe.yaml",
         "summary.json",
         "log.jsonl",
         "prompts.parquet",
+        "previews.parquet",
+        "tokens.json",
         "init.safetensors",
     }
     assert {name for name in files if not any(entry.endswith(name) for entry in documented)} == set()

@@ -108,7 +108,7 @@ def test_the_error_is_evaluated_at_the_end_and_shortly_before(steps: int, expect
     assert sorted(evaluated_steps(steps)) == expected
 
 
-def keep_the_last(self: Any) -> None:
+def keep_the_last(self: Any, step: int) -> None:
     self.best = Theta(linears={path: self.theta.linears[path] for path in self.paths}).clone()
 
 
@@ -127,9 +127,9 @@ def steps_of(case: Case, monkeypatch: pytest.MonkeyPatch, steps: int, prompts_a_
         taken[-1].append(index)
         descend(self, learned, index, rate)
 
-    def judge(self: Any) -> None:
+    def judge(self: Any, step: int) -> None:
         taken[-1].append("judged")
-        consider(self)
+        consider(self, step)
 
     for name, replacement in (("learn", learn), ("_descend", step), ("_consider", judge)):
         monkeypatch.setattr(module._Learner, name, replacement)
