@@ -758,6 +758,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         ("config.json", "1,000,000,000 layers"),
     ),
     "heads below zero": (in_text_config(num_attention_heads=-2), ("config.json says num_attention_heads is -2",)),
+    "shared heads that are no number": (
+        in_text_config(num_key_value_heads={"a": 1}),
+        ("num_key_value_heads is {'a': 1}",),
+    ),
+    "a longest text that is text": (
+        in_json("tokenizer_config.json", model_max_length="x"),
+        ("tokenizer_config.json", "model_max_length is 'x'", "expected a number"),
+    ),
     "heads that are text": (in_text_config(num_attention_heads="2"), ("num_attention_heads is '2'",)),
     "a factor that is text": (
         in_text_config(rope_scaling={"factor": "x", "original_max_position_embeddings": 5}),

@@ -16,6 +16,7 @@ from onptq.models.family import text_config, thinker_config
 LINEARS = tuple(".".join(path) for path in structure.LINEARS.values())  # "self_attn.q_proj", ..., "mlp.down_proj"
 LAYERS = 1000  # that a model may have, however few tensors are there
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+_OTHER_SIZES = ("num_key_value_heads", "head_dim")  # that follow from these where they are not given
 _DEPTHS = ("num_hidden_layers", "depth", "encoder_layers")  # of the language model and its towers
 _QUERY = re.compile(r"((?:.*\.)?)layers\.(\d+)\.(?:self_attn\.(?:q|qkv)_proj|linear_attn\.in_proj_qkv)\.weight")
 
@@ -88,9 +89,8 @@ def disagreements(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
     text = text_config(config)
     if decoder.own:
         return []  # layers of other sizes than config.json has names for; the class itself checks them when it loads
-    wrong = [
-        f"config.json says {name} is {text[name]!r}" for name in _SIZES if name in text and not _is_size(text[name])
-    ]
+    given = [name for name in _SIZES if name in text] + [name for name in _OTHER_SIZES if text.get(name) is not None]
+    wrong = [f"config.json says {name} is {text[name]!r}" for name in given if not _is_size(text[name])]
     if wrong or not all(name in text for name in _SIZES):
         return wrong
     if decoder.layers != text["num_hidden_layers"]:

@@ -24,6 +24,7 @@ from onptq.models.processing import (
     media_name,
     read_media,
     require_files,
+    require_number,
 )
 from onptq.models.templates import read_template
 
@@ -46,6 +47,7 @@ class OwnProcessor(PromptProcessor):
         require_files(folder, SETTINGS_FILES)
         processor = _load(folder, family)
         tokenizer = processor.tokenizer
+        require_number(tokenizer, folder)
         forward = getattr(transformers, family.model_class).forward
         return cls(
             family,

@@ -86,6 +86,7 @@ class PromptProcessor:
         from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, WhisperFeatureExtractor
 
         tokenizer = _load(AutoTokenizer, folder, TOKENIZER_FILES)
+        require_number(tokenizer, folder)
         return cls(
             family,
             tokenizer,
@@ -268,6 +269,14 @@ def _load(cls: Any, folder: Path, files: Sequence[str]) -> Any:
         return cls.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # broken files raise errors of every kind, down to those of the tokenizers library
         raise OnPTQError(f"{folder}: {', '.join(present)} cannot be used: {error}") from error
+
+
+def require_number(tokenizer: Any, folder: Path) -> None:
+    """Refuse a tokenizer whose longest text is no number: transformers compares it with every length."""
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise OnPTQError(
+            f"{folder / 'tokenizer_config.json'}: model_max_length is {tokenizer.model_max_length!r}; expected a number"
+        )
 
 
 def _limited(processor: Any, folder: Path) -> Any:
