@@ -12,7 +12,7 @@ check:  ## Format, lint, types, spelling, Markdown.
 	codespell
 	pymarkdown scan --recurse README.md CONTRIBUTING.md CHANGELOG.md docs
 
-test:  ## The fast tests: two minutes on two cores.
+test:  ## The fast tests: three minutes on two cores.
 	python -m pytest -m fast -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all:  ## Every test that this machine can run, with the lines that the fast ones reach.
