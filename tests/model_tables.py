@@ -33,7 +33,7 @@ REGISTERED = {  # by name: as people call it, its checkpoints, and those of them
     "qwen3": ("Qwen3", "Qwen3: the dense sizes", "any"),
     "qwen3-moe": ("Qwen3", SPARSE["qwen3_moe"].examples, "any"),
 }
-README_HEAD = ("| family | takes | experts | checkpoints |", "|---|---|---|---|")
+README_HEAD = ("| family | takes | dense or MoE | checkpoints |", "|---|---|---|---|")
 DOCS_HEAD = (
     "| `model_type` | registered | takes | experts | checked on | needs | examples |",
     "|---|---|---|---|---|---|---|",
